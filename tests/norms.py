@@ -5,22 +5,19 @@ import itertools
 import numpy as np
 from rationals import NAMES
 
-import stablenorm
+import stablenorm as sn
 from stablenorm.backends import BACKENDS
 from stablenorm.oracle import exact_double_backward
 from stablenorm.testing.families import FAMILIES
 
-
-def functions(*names):
-    """Return, by the kind of the norm, the functions of these names."""
-    return {
-        kind: tuple(getattr(stablenorm, name.format(kind)) for name in names)
-        for kind in ("layer", "rms")
-    }
-
-
-NORMS = functions("{}_norm_forward", "{}_norm_backward", "exact_{}_norm")
-SECOND_ORDER = functions("{}_norm_jvp", "{}_norm_double_backward")
+NORMS = {
+    "layer": (sn.layer_norm_forward, sn.layer_norm_backward, sn.exact_layer_norm),
+    "rms": (sn.rms_norm_forward, sn.rms_norm_backward, sn.exact_rms_norm),
+}
+SECOND_ORDER = {
+    "layer": (sn.layer_norm_jvp, sn.layer_norm_double_backward),
+    "rms": (sn.rms_norm_jvp, sn.rms_norm_double_backward),
+}
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
 OF_FORWARD = {"gamma_offset", "residual", "where"}
 

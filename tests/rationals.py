@@ -6,14 +6,13 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+DTYPES = [np.dtype(each) for each in ("f2", ml_dtypes.bfloat16, "f4", "f8")]
 NAMES = ["y", "dx", "dgamma", "dbeta"]
-UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def fractions(array):
-    return [Fraction(v) for v in np.asarray(array).astype(np.float64).tolist()]
+def rational(array):
+    """The same numbers as an array of fractions."""
+    return np.vectorize(Fraction, otypes=[object])(np.asarray(array).astype(np.float64))
 
 
 def square_root(value, digits):
@@ -25,58 +24,49 @@ def square_root(value, digits):
         return Fraction(root)
 
 
-def neighbours(value, dtype):
+def around(value, dtype):
     """The two numbers of `dtype` around a finite value, found by walking the grid."""
     near = np.array(float(value)).astype(dtype)
-    below = above = near
-    if Fraction(float(near)) > value:
-        below = np.nextafter(near, dtype.type(-np.inf))
-    elif Fraction(float(near)) < value:
-        above = np.nextafter(near, dtype.type(np.inf))
-    return below, above
+    down, up = (np.nextafter(near, dtype.type(end)) for end in (-np.inf, np.inf))
+    found = Fraction(float(near))
+    return down if found > value else near, up if found < value else near
 
 
 def nearest(value, dtype):
     """The number of `dtype` next to a finite value, ties to even."""
-    below, above = neighbours(value, dtype)
-    to_below, to_above = value - Fraction(float(below)), Fraction(float(above)) - value
-    if to_below == to_above:
-        bits = int(np.asarray(below).view(UINT[dtype.itemsize]))
-        return below if bits % 2 == 0 else above
-    return below if to_below < to_above else above
 
+    def distance(number):
+        is_odd = int(np.asarray(number).view(f"u{dtype.itemsize}")) & 1
+        return abs(Fraction(float(number)) - value), is_odd
 
-def sample(dtype, rows, n, rng, offset=0.0):
-    x = (offset + rng.standard_normal((rows, n))).astype(dtype)
-    gamma = (1 + 0.1 * rng.standard_normal(n)).astype(dtype)
-    beta = (0.1 * rng.standard_normal(n)).astype(dtype)
-    dy = rng.standard_normal((rows, n)).astype(dtype)
-    return x, gamma, beta, dy
-
-
-def dot(a, b):
-    return sum(v * w for v, w in zip(a, b, strict=True))
+    return min(around(value, dtype), key=distance)
 
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):
     """One row of y, its mean, its rstd, by the formula; `digits` are those of the square root."""
-    kept = [v for v, keep in zip(x, where or [True] * len(x), strict=True) if keep]
-    mean = sum(kept) / len(kept) if kind == "layer" else Fraction(0)
-    rstd = 1 / square_root(sum((v - mean) ** 2 for v in kept) / len(kept) + eps, digits)
-    y = [a * (v - mean) * rstd + b for v, a, b in zip(x, gamma, beta, strict=True)]
-    return [v * keep for v, keep in zip(y, where or [1] * len(x), strict=True)], mean, rstd
+    kept = x if where is None else x[where]
+    mean = kept.sum() / kept.size if kind == "layer" else Fraction(0)
+    rstd = 1 / square_root(((kept - mean) ** 2).sum() / kept.size + eps, digits)
+    y = gamma * (x - mean) * rstd + beta
+    return y if where is None else np.where(where, y, Fraction(0)), mean, rstd
 
 
 def plain_backward(kind, x, gamma, eps, dy, digits=320):
     """One row of dx and the row's terms of dgamma, by the chain rule through rstd and mean."""
-    n = len(x)
-    xhat, mean, rstd = plain(kind, x, [1] * n, [0] * n, eps, digits=digits)
-    g = [a * b for a, b in zip(gamma, dy, strict=True)]
-    drstd = dot(g, x) - mean * sum(g)
-    dx = [a * rstd - drstd * rstd**3 * (v - mean) / n for a, v in zip(g, x, strict=True)]
-    if kind == "layer":
-        dx = [v - sum(g) * rstd / n for v in dx]
-    return dx, [a * h for a, h in zip(dy, xhat, strict=True)]
+    xhat, mean, rstd = plain(kind, x, 1, 0, eps, digits=digits)
+    g = gamma * dy
+    drstd, dmean = g @ (x - mean), -rstd * g.sum() if kind == "layer" else 0
+    return g * rstd + (dmean - drstd * rstd**3 * (x - mean)) / x.size, dy * xhat
+
+
+def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
+    """All four quantities as rationals, but for the rounding of the square root."""
+    (x, gamma, beta, dy), eps = map(rational, (x, gamma, beta, dy)), Fraction(eps)
+    y = [plain(kind, row, gamma, beta, eps, digits=digits)[0] for row in x]
+    rows = zip(x, dy, strict=True)
+    pairs = [plain_backward(kind, row, gamma, eps, pulled, digits) for row, pulled in rows]
+    dx, dgamma = map(np.array, zip(*pairs, strict=True))
+    return {"y": np.array(y), "dx": dx, "dgamma": dgamma.sum(0), "dbeta": dy.sum(0)}
 
 
 def magnitudes(

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from norms import FINITE
 from rationals import square_root
 
 import stablenorm.diagnosis
 from stablenorm import diagnose, exact_layer_norm, layer_norm
-from stablenorm.diagnosis.methods import METHODS, SPECIAL, working_format
+from stablenorm.diagnosis.methods import METHODS, SPECIAL
 from stablenorm.formats import format_of, parse
 from stablenorm.testing.families import FAMILIES, make_case
 
@@ -32,25 +33,22 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def cases():
     """All families in all dtypes, and in float32 of another length."""
-    found = []
-    for name, n in [(name, 127) for name in ("f2", "bfloat16", "f4", "f8")] + [("f4", 768)]:
-        for family in FAMILIES.values():
-            if not family.finite or family.why_not(dtype := parse(name), n):
-                continue
-            x, *_, eps, _ = make_case(family.name, dtype, n, max(ROWS, family.smallest_rows), rng=3)
-            x = x[:ROWS]
-            exact = exact_layer_norm(x, eps=eps)
-            statistics = np.array([mean_and_rstd(exact, row, eps) for row in range(ROWS)]).T
-            predicted = dict(zip(METHODS["layer"], diagnose(x, eps).per_row.lost, strict=True))
-            y = exact.rounded("y", np.float64)
-            found.append(Case(family.name, x, eps, y, statistics, predicted))
-    return found
+    kinds = [
+        *((parse(name), 127) for name in ("f2", "bfloat16", "f4", "f8")),
+        (np.dtype("f4"), 768),
+    ]
+    return [judged(name, *at) for at in kinds for name in FINITE if FAMILIES[name].applies(*at)]
 
 
-def mean_and_rstd(exact, row, eps):
-    """Return those of a row, to float64; an rstd of at most 2**1023."""
-    var = max(exact.var(row) + Fraction(eps), Fraction(1, 2**2046))
-    return float(exact.mean(row)), float(1 / square_root(var, 40))
+def judged(family, dtype, n):
+    x, *_, eps, _ = make_case(family, dtype, n, ROWS, rng=3)
+    exact = exact_layer_norm(x, eps=eps)
+    mean = [float(exact.mean(row)) for row in range(ROWS)]
+    # rstd of at most 2**1023.
+    squares = [max(exact.var(row) + Fraction(eps), Fraction(1, 2**2046)) for row in range(ROWS)]
+    statistics = np.array([mean, [float(1 / square_root(square, 40)) for square in squares]])
+    predicted = dict(zip(METHODS["layer"], diagnose(x, eps).per_row.lost, strict=True))
+    return Case(family, x, eps, exact.rounded("y", np.float64), statistics, predicted)
 
 
 def measure_bits(y, case):
@@ -81,7 +79,7 @@ def simulate(method, case, lanes):
     The saved statistics are correctly rounded; a backward would rebuild this y from them.
     """
     with np.errstate(all="ignore"):
-        x = case.x.astype(working_format(case.x.dtype).dtype)
+        x = case.x.astype(np.result_type(case.x, np.float32))
         n, kind = x.shape[1], np.float16 if method == "float16" else x.dtype.type
         mean = sums(x, lanes) / n
         if method == "one-pass":
@@ -97,10 +95,8 @@ def simulate(method, case, lanes):
 
 
 def sums(v, lanes):
-    found = np.zeros((len(v), lanes), v.dtype)
-    for start in range(0, v.shape[1], lanes):
-        part = v[:, start : start + lanes]
-        found[:, : part.shape[1]] += part
+    parts = np.pad(v, ((0, 0), (0, -v.shape[1] % lanes))).reshape(len(v), -1, lanes)
+    found = np.add.accumulate(parts, axis=1)[:, -1]
     while (half := found.shape[1] // 2) > 0:
         found = found[:, :half] + found[:, half:]
     return found[:, 0]
@@ -131,14 +127,10 @@ def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
     rng = np.random.default_rng(n)
     x = 5 + rng.standard_normal(n)
 
-    def xhat(v):
-        c = v - v.mean()
-        return c / np.sqrt((c * c).mean() + eps)
-
-    def dx(v):
+    def xhat_and_dx(v):
         c = v - v.mean()
         rstd = 1 / np.sqrt((c * c).mean() + eps)
-        return rstd * (g - g.mean() - c * rstd * (g * c * rstd).mean())
+        return c * rstd, rstd * (g - g.mean() - c * rstd * (g * c * rstd).mean())
 
     g = rng.standard_normal(n)
     for along in (np.ones(n), x - x.mean()):
@@ -146,9 +138,9 @@ def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
         g -= g.mean()
     steps = np.eye(n) * 1e-30j
     found = diagnose(x[None], eps).per_row
-    for function, condition in ((xhat, found.condition_y[0]), (dx, found.condition_dx[0])):
-        jacobian = np.array([function(x + step).imag / 1e-30 for step in steps]).T
-        size = np.linalg.norm(function(x))
+    for i, condition in enumerate((found.condition_y[0], found.condition_dx[0])):
+        jacobian = np.array([xhat_and_dx(x + step)[i].imag / 1e-30 for step in steps]).T
+        size = np.linalg.norm(xhat_and_dx(x)[i])
         expected = np.linalg.norm(jacobian, 2) * np.linalg.norm(x) / size
         assert condition == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
@@ -211,6 +203,12 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     assert found.worst[1].advice.startswith("row 17: |mean|/std = 4")
     assert "; a float32 two-pass loses 15 of 24 bits of y, " in found.worst[1].advice
     assert found.per_row.mean.shape == (100,)
+
+
+def test_an_overflow_in_a_narrower_dtype_is_told():
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        found = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
+    assert found.summary.marks["not finite"] == 2
 
 
 @pytest.mark.parametrize(

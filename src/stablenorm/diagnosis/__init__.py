@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,16 +24,13 @@ BLOCK = 1 << 19
 # 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
 _POWERS = 63
 
-# The negative rank, the number, and the row.
-_Ranked = tuple[float, int, Row]
-
 
 def diagnose(
     x: ArrayLike,
     eps: float = 1e-5,
     *,
     kind: str = "layer",
-    axis: int | tuple[int, ...] = -1,
+    axis: int | tuple[int, ...] | None = -1,
     dtype: DTypeLike | None = None,
     top: int = 10,
 ) -> Diagnosis:
@@ -52,8 +46,8 @@ def diagnose(
         Added to the variance before the square root. Finite and >= 0.
     kind : {"layer", "rms"}, default: "layer"
         Which norm.
-    axis : int or tuple of int, default: -1
-        The axes normalized together.
+    axis : int, tuple of int or None, default: -1
+        The axes normalized together; None for all.
     dtype : dtype, optional
         One of the four that the data would have in the layer norm. Default: its own.
     top : int, default: 10
@@ -112,83 +106,64 @@ def diagnose(
     check_dtype("dtype", np.empty(0, judged))
     eps, top = check_eps(eps), check_count("top", top, least=0)
     rows = as_rows(array, axes)
-    n = rows.shape[1]
-    step = max(1, BLOCK // n)
-    blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
-    measure = partial(measure_rows, dtype=judged, eps=eps, kind=kind)
-    kept, worst = [measure(np.empty((0, n), judged))], list[_Ranked]()
-    summary = _summarize(kept[0], judged, kind)
-    for block, future in _submitted(blocks, measure):
-        found = future.result()
-        worst = _worst(worst, summary.rows, block.astype(judged, copy=False), found, top, kind)
-        summary = _together(summary, _summarize(found, judged, kind))
-        kept.append(found)
-    per_row = PerRow._make(np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
-    of_rows = tuple(row for *_, row in worst)
-    return Diagnosis(array.shape, judged.name, axes, n, eps, summary, of_rows, per_row, kind)
+    per_row = _measure(rows, judged, eps, kind)
+    # An overflow has been told by now.
+    with np.errstate(over="ignore"):
+        worst = tuple(
+            describe_row(row, rows[row].astype(judged, copy=False), per_row, kind)
+            for row in _worst_first(per_row, kind)[:top].tolist()
+        )
+    summary, n = _summarize(per_row, judged, kind), rows.shape[1]
+    return Diagnosis(array.shape, judged.name, axes, n, eps, summary, worst, per_row, kind)
 
 
-def _submitted(blocks: Iterable[Array], measure: Callable[[Array], PerRow]) -> Iterator[Any]:
-    """Yield each block and the future of its rows, in order."""
-    # Two for each thread: one at work, one that waits.
-    pending, threads = deque[Any](), get_num_threads()
+def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow:
+    """Return the numbers of all rows, as if of `dtype`, block by block on several threads."""
+    parts = measure_rows(np.empty((0, rows.shape[1]), dtype), eps, kind)
+    per_row = PerRow._make(np.empty((*v.shape[:-1], len(rows)), v.dtype) for v in parts)
+    step, threads = max(1, BLOCK // rows.shape[1]), get_num_threads()
+    starts = range(0, len(rows), step)
+
+    def fill(start: int, block: Array) -> None:
+        for target, values in zip(per_row, measure_rows(block, eps, kind), strict=True):
+            target[..., start : start + step] = values
+
     with ThreadPoolExecutor(threads) as pool:
-        for block in blocks:
-            pending.append((block, pool.submit(measure, block)))
-            if len(pending) > 2 * threads:
-                yield pending.popleft()
-        yield from pending
+        # Blocks come in groups: few copies exist at once, and an interrupt ends the call soon.
+        for first in range(0, len(starts), 4 * threads):
+            group = starts[first : first + 4 * threads]
+            # The caller's thread narrows them: its np.errstate says whether an overflow is told.
+            blocks = (rows[start : start + step].astype(dtype, copy=False) for start in group)
+            list(pool.map(fill, group, blocks))
+    return per_row
 
 
-def _worst(
-    before: list[_Ranked], start: int, block: Array, found: PerRow, top: int, kind: str
-) -> list[_Ranked]:
-    """Return the rows of the highest rank, of `before` and of a block whose first row is number `start`."""
-    has = dict(zip(SPECIAL[kind], found.marks, strict=True))
+def _worst_first(found: PerRow, kind: str) -> Array:
+    """Return the indices of the rows, those that lose most first, equals in their own order."""
     # Bits of the two-pass first, in an RMS norm those of float16, which loses most; the condition
     # number, which constant rows do not have, counts less than a bit.
     some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
     bits = found.lost[0 if kind == "layer" else -1].astype(np.float64)
     rank = np.rint(bits) + 1.0 - 1.0 / some
-    # Rows that have no y at all come before any number of bits.
-    rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
-    least = -before[-1][0] if before and len(before) == top else -1.0
-    # A stable sort keeps the first ones of equals.
-    candidates = np.argsort(-rank, kind="stable")[:top]
-    new = [
-        (-rank[i], start + i, describe_row(start + i, block[i], found, i, kind))
-        for i in candidates[rank[candidates] > least].tolist()
-    ]
-    return sorted([*before, *new])[:top]
+    # Rows that have no y at all come before any number of bits: not finite, undefined.
+    rank[found.marks[1]], rank[found.marks[0]] = 2048.0, 4096.0
+    return np.argsort(-rank, kind="stable")
 
 
 def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
-    p = format_of(dtype).digits
-    # Constant rows have none.
+    # Constant rows have no condition number, and some rows no y to lose bits of.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
     of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, _POWERS) for v in (y, dx))
-    lost = zip(METHODS[kind], found.lost, strict=True)
+    digits, marks = format_of(dtype).digits, np.count_nonzero(found.marks, axis=1).tolist()
+    lost = [_counts(np.rint(bits[~np.isnan(bits)]), digits) for bits in found.lost]
     return Summary(
-        len(found.mean),
-        dict(zip(SPECIAL[kind], np.count_nonzero(found.marks, axis=1).tolist(), strict=True)),
-        {name: _counts(np.rint(bits[~np.isnan(bits)]), p) for name, bits in lost},
-        of_y,
-        of_dx,
-        float(y.max(initial=0.0)),
-        float(dx.max(initial=0.0)),
-    )
+        len(found.mean), dict(zip(SPECIAL[kind], marks, strict=True)),
+        dict(zip(METHODS[kind], lost, strict=True)), of_y, of_dx,
+        float(y.max(initial=0.0)), float(dx.max(initial=0.0)),
+    )  # fmt: skip
 
 
 def _counts(values: Array, last: int) -> Array:
     """Return how often 0, 1, ..., last occur; larger values count with the last."""
     return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)
-
-
-def _together(a: Any, b: Any) -> Any:
-    """Return the summary of the rows of both: counts are added, of the largest the larger is kept."""
-    if isinstance(a, dict):
-        return {name: _together(each, b[name]) for name, each in a.items()}
-    if isinstance(a, Summary):
-        return Summary._make(map(_together, a, b))
-    return max(a, b) if isinstance(a, float) else a + b

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, format_of
+from stablenorm.formats import BFLOAT16, FLOAT16, format_of
 from stablenorm.types import Array
 
 
@@ -46,34 +46,34 @@ class Statistics(NamedTuple):
     Numbers that losses and marks are made of: arrays of length rows, n and eps.
 
     Float64 holds `mean + mean_lo`, `std`, and the largest deviation `farthest`; mean and std are NaN
-    where a row is not finite. The dtype that methods compute in holds, rounded at every step, the sums
-    of x, of x^2 and of (x - mean)^2. An RMS norm has 0 for the mean and for the sum of x; its last sum
-    is that of x^2 held in float16.
+    where a row is not finite. The dtype that methods compute in holds, rounded at every step, the means
+    of x, of x^2 and of (x - mean)^2. An RMS norm has 0 for the means of x; its last one is that of x^2
+    held in float16.
     """
 
     mean: Array
     mean_lo: Array
     std: Array
     farthest: Array
-    total: Array
-    squares: Array
-    centered_squares: Array
+    mean_hat: Array
+    mean_square: Array
+    var_hat: Array
     n: int
     eps: float
 
 
-# The methods of a layer norm and, where there is one, of an RMS norm. "{working}" stands for the
-# dtype that they compute in: float32, or float64 for float64.
-_TITLES = {
-    "two-pass": ("{working} two-pass",),
-    "one-pass": ("{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
-    "saved float32": ("mean and rstd saved as float32", "rstd saved as float32"),
-    "saved bfloat16": ("mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
-    "float16": ("mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
-}
+# The methods: a name, and what each is in a layer norm and in an RMS norm, which has no two passes.
+# "{working}" stands for the dtype that they compute in: float32, or float64 for float64.
+_METHODS = (
+    ("two-pass", "{working} two-pass", None),
+    ("one-pass", "{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
+    ("saved float32", "mean and rstd saved as float32", "rstd saved as float32"),
+    ("saved bfloat16", "mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
+    ("float16", "mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
+)
 METHODS = {
-    kind: {name: titles[i] for name, titles in _TITLES.items() if len(titles) > i}
-    for i, kind in enumerate(("layer", "rms"))
+    "layer": {name: title for name, title, _ in _METHODS},
+    "rms": {name: title for name, _, title in _METHODS if title},
 }
 
 # Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"
@@ -81,8 +81,7 @@ METHODS = {
 # variance for no special reason.
 _MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
     ("layer rms", "not finite", "they hold NaN or infinity: y is NaN", lambda s: np.isnan(s.std)),
-    ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN",
-     lambda s: (s.std == 0) & (s.eps == 0)),
+    ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN", lambda s: s.std + s.eps == 0),
     ("layer", "constant", "all elements equal: y is beta", lambda s: s.std == 0),
     ("rms", "zero", "all elements zero: y is beta", lambda s: s.std == 0),
     ("layer rms", "{var} below eps", "eps decides the scale of y",
@@ -90,13 +89,13 @@ _MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
     ("layer rms", "dominating outlier", "one element has more than half of {var}",
      lambda s: (s.farthest > s.std * np.sqrt(s.n / 2)) & (s.n >= 8)),
     ("layer", "sum overflows", "the sum of x overflows {working}",
-     lambda s: ~np.isfinite(s.total)),
+     lambda s: ~np.isfinite(s.mean_hat)),
     ("layer rms", "squares overflow", "the sum of x^2 overflows {working}",
-     lambda s: ~np.isfinite(s.squares)),
+     lambda s: ~np.isfinite(s.mean_square)),
     ("layer", "deviations overflow", "the sum of (x - mean)^2 overflows {working}",
-     lambda s: ~np.isfinite(s.centered_squares)),
+     lambda s: ~np.isfinite(s.var_hat)),
     ("layer rms", "squares underflow", "{var} is below the normal numbers of {working}",
-     lambda s: (s.std > 0) & (s.std < 2.0 ** (format_of(s.total.dtype).emin / 2))),
+     lambda s: (s.std > 0) & (s.std < 2.0 ** (format_of(s.mean_square.dtype).emin / 2))),
     ("layer", "float16 overflows", "mean or var is beyond the range of float16",
      lambda s: np.maximum(np.abs(s.mean), s.std**2) > FLOAT16.largest),
     ("rms", "float16 squares overflow", "the square of an element is beyond the range of float16",
@@ -112,50 +111,59 @@ SPECIAL = {
 }
 
 
-def working_format(dtype: np.dtype[Any]) -> Format:
-    """Return the format that layer norms of such data are computed in."""
-    return FLOAT64 if dtype == FLOAT64.dtype else FLOAT32
+@np.errstate(all="ignore")
+def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
+    """
+    Return what is known of the rows of `x`, (rows, n).
 
+    Bits lost are NaN where no layer norm has a result: a row that is not finite, or constant with
+    eps 0.
+    """
+    form = format_of(x.dtype)
+    # The dtype that layer norms of such data are computed in.
+    working = np.result_type(x, np.float32)
+    found = _describe(np.require(x, working, ("C", "A")), eps, kind == "layer")
+    root = np.hypot(found.std, np.sqrt(eps))
+    # std / root twice, not var / (var + eps), nor std * rstd: float64 may overflow.
+    size = found.std / root
+    in_y = np.hypot(1.0, found.mean / found.std)
+    in_dx = np.where(found.std == 0, 0.0, in_y * size * size)
 
-def measure_rows(x: Any, dtype: np.dtype[Any], eps: float, kind: str = "layer") -> PerRow:
-    """Return what is known of the rows of `x`, (rows, n), as if they were of `dtype`."""
-    with np.errstate(all="ignore"):
-        # Numbers too large for a narrower dtype become infinite, and are reported as such.
-        narrowed = x.astype(dtype, copy=False)
-        wide = np.require(narrowed, working_format(dtype).dtype, ("C", "A"))
-        found = _describe(wide, eps, kind == "layer")
-        root = np.hypot(found.std, np.sqrt(eps))
-        # std / root twice, not var / (var + eps): squares of float64 may overflow.
-        ratio = found.std / root
-        in_y = np.hypot(1.0, found.mean / found.std)
-        in_dx = np.where(found.std == 0, 0.0, in_y * ratio * ratio)
-        # Layer norm alone has two passes, the first method.
-        methods = _methods(found, 1 / root)[-len(METHODS[kind]) :]
-        lost = np.array([_lost_bits(found, root, format_of(dtype), *each) for each in methods])
-        marks = np.array([has(found) for kinds, *_, has in _MARKS if kind in kinds])
-        # NaN or infinity spoils a row: it gets the first mark and no other.
-        marks[1:, marks[0]] = False
-        return PerRow(found.mean, found.std, in_y, in_dx, lost, marks)
+    methods = _methods(found, 1 / root)
+    mean, rstd = np.array([methods[name] for name in METHODS[kind]], np.float64).swapaxes(0, 1)
+    size = np.where((found.std == 0) & (eps > 0), 1.0, size)
+    # Half of the smallest float64 is 0.
+    unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.digits, 5e-324)
+    shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
+    factor = (rstd - 1 / root) * found.std / unit
+    # 1/4: the elements' own roundings, each up to a half, and the last one.
+    bits = 0.5 * np.log2(shift * shift + factor * factor + 0.25)
+    # Beyond p bits nothing is left, and NaN is less than that.
+    bits = np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
+    lost = np.where(np.isnan(size), np.nan, bits).astype(np.float32)
+
+    marks = np.array([has(found) for kinds, *_, has in _MARKS if kind in kinds])
+    # NaN or infinity spoils a row: it gets the first mark and no other.
+    marks[1:, marks[0]] = False
+    return PerRow(found.mean, found.std, in_y, in_dx, lost, marks)
 
 
 def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     """Return the statistics of the rows of `x`, C-ordered float32 or float64."""
-    n, squares = x.shape[1], np.vecdot(x, x)
     # NumPy forms each sum as several running sums.
+    n, mean_square = x.shape[1], np.vecdot(x, x) / x.shape[1]
     if is_layer:
-        total = x.sum(axis=1)
-        deviations = x - (total / n)[:, None]
-        centered_squares = np.vecdot(deviations, deviations)
+        mean_hat = x.sum(axis=1) / n
+        deviations = x - mean_hat[:, None]
+        var_hat = np.vecdot(deviations, deviations) / n
     else:
-        total = np.zeros_like(squares)
-        centered_squares = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype)
+        mean_hat = np.zeros_like(mean_square)
+        var_hat = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype) / n
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
-    scale, is_narrow = np.ones(len(x)), x.dtype == np.float32
-    if not is_narrow:
-        # To about 1, by a power of two: squares of float64 would overflow or underflow.
-        power = np.frexp(np.maximum(highest, -lowest))[1]
-        scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
-    wide = x.astype(np.float64) if is_narrow else x * scale[:, None]
+    # To about 1, by a power of two: squares of float64 would overflow or underflow.
+    power = np.frexp(np.maximum(highest, -lowest))[1]
+    scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
+    wide = x * scale[:, None]
     mean = is_layer * np.einsum("ij->i", wide) / n
     wide -= mean[:, None]
     mean_lo = is_layer * np.einsum("ij->i", wide) / n
@@ -168,46 +176,24 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     spoilt = ~(np.isfinite(lowest) & np.isfinite(highest))
     mean[spoilt] = std[spoilt] = np.nan
     farthest = np.maximum(highest - mean, mean - lowest)
-    return Statistics(mean, mean_lo, std, farthest, total, squares, centered_squares, n, eps)
+    return Statistics(mean, mean_lo, std, farthest, mean_hat, mean_square, var_hat, n, eps)
 
 
-def _methods(found: Statistics, rstd: Array) -> list[tuple[Array, Array]]:
-    """Return the mean and rstd of each row that each method has, in the order of `METHODS`."""
-    sums = found.total, found.centered_squares, found.squares
-    mean, var, mean_square = (each / found.n for each in sums)
+def _methods(found: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
+    """Return the mean and rstd of each row that each method has."""
+    mean, var = found.mean_hat, found.var_hat
     saved = np.array((found.mean + found.mean_lo, rstd)).astype(np.float32)
     half_mean, half_var, half_eps = (_to_half(v) for v in (mean, var, np.float32(found.eps)))
-    return [
-        (mean, 1 / np.sqrt(var + found.eps)),
-        (mean, 1 / np.sqrt(mean_square - mean * mean + found.eps)),
-        tuple(saved),
-        tuple(saved.astype(BFLOAT16.dtype)),
-        # In float32, rounded after each operation: what float16 arithmetic returns, and faster.
-        (half_mean, _to_half(1 / _to_half(np.sqrt(_to_half(half_var + half_eps))))),
-    ]
+    # float16 in float32, rounded after each operation: what float16 arithmetic returns, and faster.
+    return {
+        "two-pass": (mean, 1 / np.sqrt(var + found.eps)),
+        "one-pass": (mean, 1 / np.sqrt(found.mean_square - mean * mean + found.eps)),
+        "saved float32": tuple(saved),
+        "saved bfloat16": tuple(saved.astype(BFLOAT16.dtype)),
+        "float16": (half_mean, _to_half(1 / _to_half(np.sqrt(_to_half(half_var + half_eps))))),
+    }
 
 
 def _to_half(v: Any) -> Any:
     """Round to float16 and return float32; from float64 by way of float32, which statistics have."""
     return v.astype(np.float32).astype(np.float16).astype(np.float32)
-
-
-def _lost_bits(found: Statistics, root: Array, form: Format, mean: Array, rstd: Array) -> Array:
-    """
-    Return the bits of y lost on each row by a method with this mean and rstd, float32.
-
-    NaN where no layer norm has a result: a row that is not finite, or constant with eps 0.
-    """
-    # std / root, since std * rstd overflows for float64 subnormals.
-    size = found.std / root
-    size[(found.std == 0) & (found.eps > 0)] = 1.0
-    # Half of the smallest float64 is 0.
-    unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.digits, 5e-324)
-    rstd = rstd.astype(np.float64)
-    shift = ((mean.astype(np.float64) - found.mean) - found.mean_lo) * rstd / unit
-    factor = (rstd - 1 / root) * found.std / unit
-    # 1/4: the elements' own roundings, each up to a half, and the last one.
-    bits = 0.5 * np.log2(shift * shift + factor * factor + 0.25)
-    # Beyond p bits nothing is left, and NaN is less than that.
-    lost = np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
-    return np.where(np.isnan(size), np.nan, lost).astype(np.float32)

@@ -1,11 +1,12 @@
 """A `Diagnosis`, shown as sentences, text, plain data, or a picture."""
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, working_format
+from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped
@@ -121,7 +122,8 @@ class Diagnosis:
     @property
     def methods(self) -> dict[str, str]:
         """A description of each method, by its name."""
-        return _filled(METHODS[self.kind], parse(self.dtype))
+        dtype = parse(self.dtype)
+        return {name: _filled(title, dtype) for name, title in METHODS[self.kind].items()}
 
     def as_dict(self) -> dict[str, Any]:
         """
@@ -170,44 +172,39 @@ class Diagnosis:
         return "\n".join(lines_of(self, 100))
 
 
-def _filled(texts: dict[str, str], dtype: np.dtype[Any]) -> dict[str, str]:
-    """Return the texts with the name of the dtype that layer norms of such data are computed in."""
-    working = working_format(dtype).dtype.name
-    return {name: text.replace("{working}", working) for name, text in texts.items()}
+def _filled(text: str, dtype: np.dtype[Any]) -> str:
+    """Name the dtype that layer norms of such data are computed in."""
+    return text.replace("{working}", np.result_type(dtype, np.float32).name)
 
 
-def _counted(rows: int) -> str:
-    return f"{rows} row{'s' * (rows != 1)}"
-
-
-def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> Row:
-    """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
-    mean, std, of_y, of_dx = (float(each[place]) for each in found[:4])
-    meanings = _filled(SPECIAL[kind], x.dtype)
-    lost = dict(zip(METHODS[kind], map(float, found.lost[:, place]), strict=True))
-    marks = tuple(name for name, has in zip(meanings, found.marks[:, place], strict=True) if has)
+def describe_row(index: int, x: Array, found: PerRow, kind: str) -> Row:
+    """Return what is known of row `index`, with elements `x`."""
+    mean, std, of_y, of_dx = (float(each[index]) for each in found[:4])
+    lost = dict(zip(METHODS[kind], found.lost[:, index].tolist(), strict=True))
+    marks = tuple(compress(SPECIAL[kind], found.marks[:, index]))
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
         said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
+    elif "undefined" in marks:
+        # The row is constant as well, but its y is not beta.
+        said = [f"undefined ({SPECIAL[kind]['undefined']})"]
     else:
-        # An undefined row is constant as well, but its y is not beta.
-        told = ("undefined",) if "undefined" in marks else marks
-        said = [f"{mark} ({meanings[mark]})" for mark in told]
+        said = [f"{mark} ({SPECIAL[kind][mark]})" for mark in marks]
         # |mean| / std is mentioned from 4 on: it costs two bits.
         if not said or abs(mean) >= 4.0 * std > 0:
             ratio = f"|mean|/std = {abs(mean) / std:.2g}"
             said.insert(0, ratio if kind == "layer" else f"rms = {std:.2g}")
-        if "undefined" not in marks:
-            (first, one), (second, two) = _filled(_TOLD[kind], x.dtype).items()
-            losses = f"{round(lost[first])} of {format_of(x.dtype).digits} bits of y"
-            said.append(f"{one} loses {losses}, {two} {round(lost[second])}")
-    return Row(index, mean, std, of_y, of_dx, lost, marks, f"row {index}: {'; '.join(said)}")
+        (first, one), (second, two) = _TOLD[kind].items()
+        losses = f"{round(lost[first])} of {format_of(x.dtype).digits} bits of y"
+        said.append(f"{one} loses {losses}, {two} {round(lost[second])}")
+    advice = _filled(f"row {index}: {'; '.join(said)}", x.dtype)
+    return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
-    rows = f"{_counted(diagnosis.summary.rows)} of {diagnosis.n}, eps {diagnosis.eps:g}"
-    return f"{data}: {rows}{', RMS norm' * (diagnosis.kind == 'rms')}"
+    data, rows = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}", diagnosis.summary.rows
+    norm = f"eps {diagnosis.eps:g}{', RMS norm' * (diagnosis.kind == 'rms')}"
+    return f"{data}: {rows} row{'s' * (rows != 1)} of {diagnosis.n}, {norm}"
 
 
 def sentences(diagnosis: Diagnosis) -> list[str]:
@@ -224,12 +221,11 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
             f"condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
             f"of dx: {of_dx:.2g}, {dx:.2g}"
         )
-    meanings, marks = _filled(SPECIAL[diagnosis.kind], parse(diagnosis.dtype)), summary.marks
-    return said + [
-        f"{name}: {_counted(marks[name])} ({meaning})"
-        for name, meaning in meanings.items()
-        if marks[name]
-    ]
+    for name, meaning in SPECIAL[diagnosis.kind].items():
+        if count := summary.marks[name]:
+            text = f"{name}: {count} row{'s' * (count != 1)} ({meaning})"
+            said.append(_filled(text, parse(diagnosis.dtype)))
+    return said
 
 
 def _median(counts: Array) -> int:
@@ -239,10 +235,8 @@ def _median(counts: Array) -> int:
 
 def method_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str, str]]:
     """Return, for each method, its title, the median and the worst loss, and rows losing 4 bits."""
-    rows = []
-    for title, counts in zip(
-        diagnosis.methods.values(), diagnosis.summary.lost.values(), strict=True
-    ):
+    rows, lost = [], diagnosis.summary.lost.values()
+    for title, counts in zip(diagnosis.methods.values(), lost, strict=True):
         cells = "-", "-", "-"
         if counts.any():
             several = f"{counts[4:].sum() / counts.sum():.1%}"

@@ -8,26 +8,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from stablenorm.oracle import rounding
-from stablenorm.oracle.rounding import Array, Format, format_of, in_ulp
+from stablenorm.oracle.rounding import Array, Format, format_of, in_ulp, require
 from stablenorm.oracle.rows import Inputs, Row
 from stablenorm.oracle.surds import exactly
 
 # The limit and log2(c) of each quantity, those of float64 last. float64 arithmetic serves the three
 # narrower formats; pairs of float64 (u**2 = 2**-106), less what their tree sums lose, serve float64.
 LIMITS = {
-    "y": (0.501, -48, 0.501, -98),
-    "dx": (0.501, -48, 0.75, -98),
-    "dgamma": (0.501, -44, 0.51, -94),
-    "dbeta": (0.501, -44, 0.51, -94),
+    "y": ((0.501, -48), (0.501, -98)),
+    "dx": ((0.501, -48), (0.75, -98)),
+    "dgamma": ((0.501, -44), (0.51, -94)),
+    "dbeta": ((0.501, -44), (0.51, -94)),
     # These two have the limits of y: float64 data is computed with more digits than the kernels' dx.
-    "ty": (0.501, -48, 0.501, -98),
-    "ddy": (0.501, -48, 0.501, -98),
+    "ty": ((0.501, -48), (0.501, -98)),
+    "ddy": ((0.501, -48), (0.501, -98)),
 }
 
 
@@ -105,12 +105,10 @@ class ExactNorm:
         `name` is that of the quantity, `index` has one index for each axis. ValueError if the
         element is undefined: its row has no variance, and eps is 0.
         """
-        place = int(np.ravel_multi_index(index, self._shape_of(name)))
-        block, column = divmod(place, self.n)
+        block, column = divmod(int(np.ravel_multi_index(index, self._shape_of(name))), self.n)
         self._inputs.blocks(name)
-        if self._inputs.undefined(name, block)[column]:
-            msg = f"{name} must be defined there, got a row of zero variance and eps = 0"
-            raise ValueError(msg)
+        is_defined = not self._inputs.undefined(name, block)[column]
+        require(is_defined, f"{name} must be defined there, got a row of zero variance and eps = 0")
         return exactly(self._inputs.parts(name, block), [column])[0].value_to(bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
@@ -185,9 +183,8 @@ class ExactNorm:
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
         quantities = self._inputs.quantities
-        if name not in quantities:
-            msg = f"name must be one of {', '.join(quantities)}, got {name!r}"
-            raise ValueError(msg)
+        names = ", ".join(quantities)
+        require(name in quantities, f"name must be one of {names}, got {name!r}")
         return (self.n,) if quantities[name].summed else self.shape
 
     def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Format, Array]]:
@@ -208,25 +205,25 @@ class ExactNorm:
 
 def _hold(inputs: Inputs, name: str, judged: Array, in_pairs: bool) -> ContractResult:
     """Hold an array, judged, against the contract of float64 arithmetic, or of pairs of float64."""
-    limits, shape, judged = LIMITS[name], judged.shape, judged.reshape(-1)
-    limit, second = limits[2:] if in_pairs else limits[:2]
+    limit, second = LIMITS[name][in_pairs]
+    shape, judged = judged.shape, judged.reshape(-1)
     errors = in_ulp(judged)
     if not errors.size:
         return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
     above = np.flatnonzero(errors > limit)
     # An infinite error needs no S, which may be undefined there.
-    finite = above[np.isfinite(judged["mantissa"][above])]
     excess = np.where(np.isinf(judged["mantissa"]), math.inf, 0.0)
-    for block in np.unique(finite // inputs.n).tolist():
-        sizes = inputs.sizes(name, block)
-        for i in finite[finite // inputs.n == block]:
-            mantissa, exponent, _, ulp = judged[i].item()
-            over = Fraction(mantissa - math.ldexp(limit, ulp - exponent))
-            low, _, unit = sizes[i % inputs.n]
-            try:
-                excess[i] = over * rounding.power(exponent - unit - second) / low
-            except (OverflowError, ZeroDivisionError):
-                excess[i] = math.inf
+    # Elements come block by block: S of one block is kept.
+    sizes = lru_cache(1)(partial(inputs.sizes, name))
+    for i in above[np.isfinite(judged["mantissa"][above])].tolist():
+        mantissa, exponent, _, ulp = judged[i].item()
+        over = Fraction(mantissa - math.ldexp(limit, ulp - exponent))
+        block, column = divmod(i, inputs.n)
+        low, _, unit = sizes(block)[column]
+        try:
+            excess[i] = over * Fraction(2) ** (exponent - unit - second) / low
+        except (OverflowError, ZeroDivisionError):
+            excess[i] = math.inf
     worst = float(excess.max())
     where = np.argmax(errors if worst <= 1 else excess)
     index = tuple(int(i) for i in np.unravel_index(where, shape))
@@ -237,7 +234,5 @@ def _hold(inputs: Inputs, name: str, judged: Array, in_pairs: bool) -> ContractR
 def as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:
     """Return the float64 copy of an argument, or say what is wrong with it."""
     format_of(array.dtype, name)
-    if array.shape != shape:
-        msg = f"{name} must have shape {shape}, got {array.shape}"
-        raise ValueError(msg)
+    require(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
     return array.astype(np.float64)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.oracle.exact import ExactNorm, as_float64
-from stablenorm.oracle.rounding import Array, format_of, nearest, read
+from stablenorm.oracle.rounding import Array, format_of, nearest, read, require
 from stablenorm.oracle.rows import ADDED, DOUBLE_BACKWARD, NORM, Inputs, Quantity
 from stablenorm.oracle.surds import RATIONAL, enclose
 
@@ -112,9 +112,7 @@ def exact_rms_norm(
     >>> exact.rounded("y", np.float64)
     array([[0.2, 1.4]])
     """
-    if "dmean" in options:
-        msg = "dmean must be left out, as an RMS norm has no mean"
-        raise TypeError(msg)
+    require("dmean" not in options, "dmean must be left out, as an RMS norm has no mean", TypeError)
     exact = exact_layer_norm(x, gamma, beta, eps, dy, **options)
     return ExactNorm(exact.x, replace(exact._inputs, kind="rms"))
 
@@ -150,9 +148,7 @@ def exact_double_backward(
     >>> exact.rounded("dgamma", np.float64)
     array([-17.5,   0. ])
     """
-    if kind not in {"layer", "rms"}:
-        msg = f"kind must be 'layer' or 'rms', got {kind!r}"
-        raise ValueError(msg)
+    require(kind in {"layer", "rms"}, f"kind must be 'layer' or 'rms', got {kind!r}")
     return _exact(
         kind, DOUBLE_BACKWARD, x, eps, gamma_offset, None, gamma=gamma, dy=dy, ddx=ddx,
         ddgamma=ddgamma, ddbeta=ddbeta,
@@ -165,15 +161,10 @@ def _exact(
 ) -> ExactNorm:  # fmt: skip
     """Check what is given, by the names of `Inputs`, and make it an `ExactNorm`."""
     x = np.asarray(x)
-    if x.ndim < 1 or x.shape[-1] < 1:
-        msg = f"x must have shape (..., n) with n >= 1, got {x.shape}"
-        raise ValueError(msg)
-    if not 0 <= eps < math.inf:
-        msg = f"eps must be finite and >= 0, got {eps}"
-        raise ValueError(msg)
-    if not math.isfinite(gamma_offset):
-        msg = f"gamma_offset must be finite, got {gamma_offset}"
-        raise ValueError(msg)
+    has_rows = x.ndim > 0 and x.shape[-1] > 0
+    require(has_rows, f"x must have shape (..., n) with n >= 1, got {x.shape}")
+    require(0 <= eps < math.inf, f"eps must be finite and >= 0, got {eps}")
+    require(math.isfinite(gamma_offset), f"gamma_offset must be finite, got {gamma_offset}")
     n, mask = x.shape[-1], None if where is None else _mask(where, x)
     ones, matrices = read(np.ones(n)), {}
     vectors = {"where": ones} if mask is None else {}
@@ -181,46 +172,36 @@ def _exact(
         if array is None:
             continue
         if name.endswith(("gamma", "beta")):
-            vectors[name] = read(_read(name, array, (n,)))
+            vectors[name] = read(_finite(name, as_float64(name, np.asarray(array), (n,))))
             continue
-        # Summands of dx do not come through the norm, so no mask reaches them.
         shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
-        matrices[name] = _read(name, array, shape, None if name in ADDED else mask)
+        values = as_float64(name, np.asarray(array), shape)
+        # Summands of dx do not come through the norm, so no mask reaches them.
+        if mask is not None and name not in ADDED:
+            values = np.where(mask, values, 0.0)
+        matrices[name] = _finite(name, values)
     if "residual" in matrices:
-        matrices["x"] = _sum(matrices["x"], matrices.pop("residual"), x.dtype)
+        # Sums of floats are integers in units of a power of two: no rounding is left open.
+        summands = (matrices.pop(name).reshape(-1) for name in ("x", "residual"))
+        sums = enclose([(read(v), RATIONAL) for v in summands], x.size)
+        rounded = np.array([nearest(v, format_of(x.dtype, "x")) for v in sums], float)
+        matrices["x"] = _finite("x + residual", rounded.reshape(x.shape))
     if mask is not None:
         matrices["where"] = mask.astype(np.float64)
     vectors["scale"] = vectors.get("gamma", ones).plus(ones.scaled(Fraction(float(gamma_offset))))
     rows = {name: array.reshape(-1, array.shape[-1]) for name, array in matrices.items()}
-    inputs = Inputs(kind, Fraction(float(eps)), rows, vectors, quantities)
+    inputs = Inputs(kind, Fraction(float(eps)), n, rows, vectors, quantities)
     return ExactNorm(matrices["x"].astype(x.dtype), inputs)
 
 
 def _mask(where: Array, x: Array) -> Array:
     """Return `where`, of the shape of x."""
     where = np.asarray(where)
-    if where.dtype != np.bool_:
-        msg = f"where must be bool, got {where.dtype.name}"
-        raise TypeError(msg)
-    try:
-        return np.broadcast_to(where, x.shape)
-    except ValueError:
-        msg = f"where must broadcast against x of shape {x.shape}, got {where.shape}"
-        raise ValueError(msg) from None
-
-
-def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
-    """Return ``x + residual`` rounded once to `dtype`, as float64."""
-    # Sums of floats are integers in units of a power of two: nothing is left open.
-    exact = enclose([(read(v.reshape(-1)), RATIONAL) for v in (x, residual)], x.size)
-    rounded = np.array([nearest(each, format_of(dtype, "x")) for each in exact], float)
-    return _finite("x + residual", rounded.reshape(x.shape))
-
-
-def _read(name: str, array: Array, shape: tuple[int, ...], mask: Given = None) -> Array:
-    """Return the float64 copy of an argument, 0 where `mask` is False."""
-    values = as_float64(name, np.asarray(array), shape)
-    return _finite(name, values if mask is None else np.where(mask, values, 0.0))
+    require(where.dtype == bool, f"where must be bool, got {where.dtype.name}", TypeError)
+    lengths = zip(where.shape[::-1], x.shape[::-1], strict=False)
+    fits = where.ndim <= x.ndim and all(one in {1, other} for one, other in lengths)
+    require(fits, f"where must broadcast against x of shape {x.shape}, got {where.shape}")
+    return np.broadcast_to(where, x.shape)
 
 
 def _finite(name: str, values: Array) -> Array:

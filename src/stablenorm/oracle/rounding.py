@@ -49,13 +49,17 @@ FORMATS = {
 }
 
 
+def require(is_right: bool, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise the error unless what the message asks for is so."""
+    if not is_right:
+        raise error(message)
+
+
 def format_of(dtype: npt.DTypeLike, name: str) -> Format:
     """Return the format of `dtype`; `name` is the argument to blame if it is not a known one."""
-    found = FORMATS.get(np.dtype(dtype).name)
-    if found is None:
-        msg = f"{name} must be {', '.join(FORMATS)}, got {np.dtype(dtype).name}"
-        raise TypeError(msg)
-    return found
+    kind = np.dtype(dtype).name
+    require(kind in FORMATS, f"{name} must be {', '.join(FORMATS)}, got {kind}", TypeError)
+    return FORMATS[kind]
 
 
 # ---- integers times powers of two ----
@@ -77,14 +81,12 @@ class Vector(NamedTuple):
 
     def plus(self, other: "Vector") -> "Vector":
         """Return the sums, element by element."""
-        mine, its = self.unit, other.unit
+        (p, q), (r, s) = self.unit.as_integer_ratio(), other.unit.as_integer_ratio()
         # The greatest number that both units are multiples of.
-        low = math.gcd(mine.numerator, its.numerator)
-        high = math.lcm(mine.denominator, its.denominator)
-        a = mine.numerator // low * (high // mine.denominator)
-        b = its.numerator // low * (high // its.denominator)
+        unit = Fraction(math.gcd(p, r), math.lcm(q, s))
+        a, b = self.unit // unit, other.unit // unit
         pairs = zip(self.integers, other.integers, strict=True)
-        return Vector([a * v + b * w for v, w in pairs], Fraction(low, high))
+        return Vector([a * v + b * w for v, w in pairs], unit)
 
     def times(self, other: "Vector") -> "Vector":
         """Return the products, element by element."""
@@ -93,15 +95,8 @@ class Vector(NamedTuple):
 
     def scaled(self, factor: Fraction) -> "Vector":
         """Return the products with one number."""
-        if factor <= 0:
-            sign = -1 if factor else 0
-            return Vector([sign * v for v in self.integers], self.unit * (-factor or 1))
-        return Vector(self.integers, self.unit * factor)
-
-    def dot(self, other: "Vector") -> Fraction:
-        """Return the sum of the products."""
-        products: int = sum(map(operator.mul, self.integers, other.integers))
-        return products * self.unit * other.unit
+        sign = (factor > 0) - (factor < 0)
+        return Vector([sign * v for v in self.integers], self.unit * (abs(factor) or 1))
 
     def total(self) -> Fraction:
         """Return the sum."""
@@ -121,12 +116,7 @@ def read(values: Array) -> Vector:
     # Without the zeros that all of them end in: short integers are quicker.
     ends = functools.reduce(operator.or_, integers, 0)
     zeros = max((ends & -ends).bit_length() - 1, 0)
-    return Vector([v >> zeros for v in integers], power(zeros - places))
-
-
-def power(exponent: int) -> Fraction:
-    """Return 2**exponent."""
-    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+    return Vector([v >> zeros for v in integers], Fraction(2) ** (zeros - places))
 
 
 # ---- verdicts ----
@@ -163,10 +153,10 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
 JUDGED = np.dtype([("mantissa", "f8"), ("exponent", "i8"), ("misrounded", "?"), ("ulp", "i8")])
 
 
+@np.errstate(over="ignore", under="ignore")
 def in_ulp(judged: Array) -> Array:
     """Return the errors of judged elements in ulp."""
-    with np.errstate(over="ignore", under="ignore"):
-        errors: Array = np.ldexp(judged["mantissa"], judged["exponent"] - judged["ulp"])
+    errors: Array = np.ldexp(judged["mantissa"], judged["exponent"] - judged["ulp"])
     return errors
 
 

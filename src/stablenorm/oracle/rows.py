@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm.oracle.rounding import Array, Interval, Vector, read
+from stablenorm.oracle.rounding import Array, Interval, Vector, read, require
 from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly
 
 
@@ -38,7 +38,7 @@ class Row:
         self.n = self.ones.total() or Fraction(1)
         self.mean = self["x"].total() / self.n if self.layer else Fraction(0)
         self.centered = self.center(self["x"])
-        self.var = self.centered.dot(self.centered) / self.n
+        self.var = self.centered.times(self.centered).total() / self.n
         # rstd**2; where there is none, 1: what a mask leaves out is 0 whatever it is.
         self.square = 1 / (self.var + inputs.eps or Fraction(1))
         # xhat / rstd.
@@ -57,7 +57,7 @@ class Row:
 
     def inner(self, a: Vector, b: Vector) -> Fraction:
         """Return ``mean(a * b)``."""
-        return a.dot(b) / self.n
+        return a.times(b).total() / self.n
 
     def project(self, v: Vector) -> Vector:
         """Return ``v - mean(v) - xhat * mean(v * xhat)``."""
@@ -158,16 +158,14 @@ class Quantity(NamedTuple):
 NORM = {
     "y": Quantity(_y, False, "x"),
     "dx": Quantity(_dx, False, "dy"),
-    "dgamma": Quantity(lambda row: [row.times_rstd(row["dy"].times(row.xhat))], True, "dy"),
-    "dbeta": Quantity(lambda row: [(row["dy"], RATIONAL)], True, "dy"),
+    "dgamma": Quantity(lambda r: [r.times_rstd(r["dy"].times(r.xhat))], True, "dy"),
+    "dbeta": Quantity(lambda r: [(r["dy"], RATIONAL)], True, "dy"),
     "ty": Quantity(partial(_jvp, x="tx", gamma="tgamma", beta="tbeta"), False, "tx"),
 }
 DOUBLE_BACKWARD = {
     "ddy": Quantity(partial(_jvp, x="ddx", gamma="ddgamma", beta="ddbeta"), False, "ddx"),
     "dx": Quantity(_double_dx, False, "dy"),
-    "dgamma": Quantity(
-        lambda row: [row.times_rstd(row["dy"].times(row.project(row["ddx"])))], True, "dy"
-    ),
+    "dgamma": Quantity(lambda r: [r.times_rstd(r["dy"].times(r.project(r["ddx"])))], True, "dy"),
 }
 
 
@@ -176,27 +174,22 @@ class Inputs:
     """
     The data that quantities are made of, all float64.
 
-    `matrices` has, by name, what differs from row to row: (rows, n) or (rows, 1). `vectors` has what
-    all rows share, and under the names of summed quantities what is added to those.
+    A row has `n` elements, masked ones too. `matrices` has, by name, what differs from row to row:
+    (rows, n) or (rows, 1). `vectors` has what all rows share, and under the names of summed
+    quantities what is added to those.
     """
 
     kind: str
     eps: Fraction
+    n: int
     matrices: dict[str, Array]
     vectors: dict[str, Vector]
     quantities: dict[str, Quantity]
 
-    @property
-    def n(self) -> int:
-        """The number of elements of a row, masked ones too."""
-        return int(self.matrices["x"].shape[1])
-
     def blocks(self, name: str) -> range:
         """Return the places of the blocks of a quantity: rows, or the one of a sum over rows."""
         needed = self.quantities[name].needs
-        if needed not in self.matrices:
-            msg = f"{needed} must be given for {name}, got None"
-            raise ValueError(msg)
+        require(needed in self.matrices, f"{needed} must be given for {name}, got None")
         return range(1 if self.quantities[name].summed else len(self.matrices["x"]))
 
     def rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:

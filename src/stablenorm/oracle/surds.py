@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from stablenorm.oracle.rounding import Interval, Vector, power
+from stablenorm.oracle.rounding import Interval, Vector
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def exactly(parts: Iterable[Part], columns: list[int]) -> "list[Surd]":
         # sqrt(p / q) = sqrt(p q) / q. What is a power of 4 in p q leaves the root, so that rows that
         # differ by a power of two share a term.
         fours = (((p * q) & -(p * q)).bit_length() - 1) // 2
-        radicand, scale = p * q >> 2 * fours, power(fours) / q
+        radicand, scale = p * q >> 2 * fours, Fraction(2**fours, q)
         for found, column in zip(sums, columns, strict=True):
             found[radicand] = found.get(radicand, 0) + integers[column] * scale
     return [Surd({radicand: c for radicand, c in found.items() if c}) for found in sums]
@@ -112,7 +112,7 @@ class Surd:
         def verdict(interval: Interval) -> Fraction | None:
             low, width, exponent = interval
             close = width << bits <= min(abs(low), abs(low + width)) and low * (low + width) >= 0
-            return low * power(exponent) if close else None
+            return low * Fraction(2) ** exponent if close else None
 
         number = self.settled()
         is_rational = number.terms.keys() <= {1}

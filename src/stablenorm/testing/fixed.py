@@ -1,7 +1,7 @@
 """
 Fixed inputs, with digests of their results, or with an element that lies next to a midpoint.
 
-The page "Hard inputs, mistakes, the oracle" of the documentation says how both are made.
+The page "Hard inputs, the oracle" of the documentation says how both are made.
 """
 
 import hashlib
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, parse
+from stablenorm.formats import FORMATS, Format, parse
 from stablenorm.testing.families import Case
 from stablenorm.types import Array
 
 _HERE = Path(__file__).parent
-_FORMATS = {"f16": FLOAT16, "bf16": BFLOAT16, "f32": FLOAT32, "f64": FLOAT64}
+_FORMATS = dict(zip(("f16", "bf16", "f32", "f64"), FORMATS, strict=True))
 
 
 def digest_inputs() -> dict[str, Case]:
@@ -142,17 +142,17 @@ def near_midpoints() -> list[NearMidpoint]:
     >>> any(y != each.expected for y, each in zip(actual, found))  # 0.501 ulp is not 0.5
     True
     """
-
-    def _read(dtype: str, shape: Any, numbers: str) -> Array:
-        array = np.array([float.fromhex(number) for number in numbers.split()])
-        return array.astype(parse(dtype)).reshape(shape)
-
     found = []
     for kept in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
         x, gamma, beta, dy = (_read(*kept[name]) for name in ("x", "gamma", "beta", "dy"))
+        case = Case(x, gamma, beta, float.fromhex(kept["eps"]), dy)
         made_as = {"y": x, "dx": x, "dgamma": gamma, "dbeta": beta}
-        case = x, gamma, beta, float.fromhex(kept["eps"]), dy
         for output, where, expected, distance in kept["elements"]:
             value = _read(made_as[output].dtype.name, (), expected)[()]
             found.append(NearMidpoint(*case, output, tuple(where), value, distance))
     return found
+
+
+def _read(dtype: str, shape: Any, numbers: str) -> Array:
+    array = np.array([float.fromhex(number) for number in numbers.split()])
+    return array.astype(parse(dtype)).reshape(shape)

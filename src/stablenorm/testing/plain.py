@@ -9,14 +9,13 @@ import numpy as np
 
 from stablenorm.types import Array
 
+Given = Array | None
+Cache = tuple[Given, Array, Array]
+
 
 def plain_forward(
-    x: Array,
-    gamma: Array | None = None,
-    beta: Array | None = None,
-    eps: float = 1e-5,
-    kind: str = "layer",
-) -> tuple[Array, tuple[Array | None, Array, Array]]:
+    x: Array, gamma: Given = None, beta: Given = None, eps: float = 1e-5, kind: str = "layer"
+) -> tuple[Array, Cache]:
     """
     Normalize the last axis of `x` in float32, or float64 if `x` has that.
 
@@ -43,9 +42,7 @@ def plain_forward(
         return y.astype(x.dtype), (gamma, xhat, rstd)
 
 
-def plain_backward(
-    dy: Array, cache: tuple[Array | None, Array, Array], kind: str = "layer"
-) -> tuple[Array, Array, Array]:
+def plain_backward(dy: Array, cache: Cache, kind: str = "layer") -> tuple[Array, Array, Array]:
     """Pull `dy` back through `plain_forward`: dx, dgamma and dbeta, of the dtype of `dy`."""
     gamma, xhat, rstd = cache
     with np.errstate(all="ignore"):

@@ -48,26 +48,22 @@ _MLX_2238 = (
 )
 
 
-def _published() -> tuple[Published, ...]:
-    rng, ones, steps = np.random.default_rng(51102), np.ones, np.arange(4.0)[None]
-    spread = (-1.3416, -0.4472, 0.4472, 1.3416)
-    ragged = 1000 + 100 * np.arange(8)[:, None] + (np.arange(769) % 17 - 8) / 8
-    return (
-        Published("onnxruntime 28463", "40000 to 40003: NaN", 40_000 + steps, spread, 4),
-        Published("onnxruntime 28463, tvm 19592", "80000 to 80003", 80_000 + steps, spread, 4),
-        Published("onnxruntime 21935", "256 of 1234: NaN", 1234 * ones((1, 256)), (0.0,) * 256, 7),
-        # std 496 is var 246 000: what float16 cannot hold.
-        Published("onnxruntime 17692", "float16, std 496", 496 * rng.standard_normal((4, 96))),
-        Published("pytorch 51102", "2000 + N, n = 4", 2000 + rng.standard_normal((64, 4))),
-        Published("pytorch 40302", "100 + 0.01 N", 100 + 0.01 * rng.standard_normal((8, 500))),
-        Published("pytorch 98075", "gamma 1e11", -3 * ones((1, 1)), (-1.0,), 16, 0.1, 1e11, -1.0),
-        Published("pytorch 188372", "n = 1, x = 1e6", 1e6 * ones((5, 1)), (0.0,), 16),
-        Published("burn 5607", "100 + 0.001 i", 100 + 1e-3 * np.arange(64.0).reshape(2, 32)),
-        Published("mlx 2238", "16 values of a model near 1449: NaN", np.array([_MLX_2238])),
-        Published("flax 1491", "a constant of 1e4", 1e4 * ones((4, 64)), (0.0,) * 64, 7),
-        Published("tt-metal 55159", "1e25 N: zeros", 1e25 * rng.standard_normal((4, 64))),
-        Published("quack", "n = 769 far from 0: padding entered the variance", ragged),
-    )
-
-
-PUBLISHED = _published()
+_rng, _ones, _steps = np.random.default_rng(51102), np.ones, np.arange(4.0)[None]
+_spread = (-1.3416, -0.4472, 0.4472, 1.3416)
+_ragged = 1000 + 100 * np.arange(8)[:, None] + (np.arange(769) % 17 - 8) / 8
+PUBLISHED = (
+    Published("onnxruntime 28463", "40000 to 40003: NaN", 40_000 + _steps, _spread, 4),
+    Published("onnxruntime 28463, tvm 19592", "80000 to 80003", 80_000 + _steps, _spread, 4),
+    Published("onnxruntime 21935", "256 of 1234: NaN", 1234 * _ones((1, 256)), (0.0,) * 256, 7),
+    # std 496 is var 246 000: what float16 cannot hold.
+    Published("onnxruntime 17692", "float16, std 496", 496 * _rng.standard_normal((4, 96))),
+    Published("pytorch 51102", "2000 + N, n = 4", 2000 + _rng.standard_normal((64, 4))),
+    Published("pytorch 40302", "100 + 0.01 N", 100 + 0.01 * _rng.standard_normal((8, 500))),
+    Published("pytorch 98075", "gamma 1e11", -3 * _ones((1, 1)), (-1.0,), 16, 0.1, 1e11, -1.0),
+    Published("pytorch 188372", "n = 1, x = 1e6", 1e6 * _ones((5, 1)), (0.0,), 16),
+    Published("burn 5607", "100 + 0.001 i", 100 + 1e-3 * np.arange(64.0).reshape(2, 32)),
+    Published("mlx 2238", "16 values of a model near 1449: NaN", np.array([_MLX_2238])),
+    Published("flax 1491", "a constant of 1e4", 1e4 * _ones((4, 64)), (0.0,) * 64, 7),
+    Published("tt-metal 55159", "1e25 N: zeros", 1e25 * _rng.standard_normal((4, 64))),
+    Published("quack", "n = 769 far from 0: padding entered the variance", _ragged),
+)
