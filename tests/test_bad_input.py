@@ -73,14 +73,10 @@ def huge(name):
 
 def tensors(data=bytes(64), **entries):
     """Return a .safetensors file of {name: (shape, begin, end)} or, with a dtype, four of these."""
-    keys = "shape", "begin", "end", "dtype"
-    given = {
-        name: dict(zip(keys, (*entry, "F32"), strict=False)) for name, entry in entries.items()
-    }
-    header = json.dumps({
-        name: {"dtype": e["dtype"], "shape": e["shape"], "data_offsets": [e["begin"], e["end"]]}
-        for name, e in given.items()
-    }).encode()  # fmt: skip
+    held = {}
+    for name, (shape, *offsets, dtype) in ((n, (*e, "F32")[:4]) for n, e in entries.items()):
+        held[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    header = json.dumps(held).encode()
     return struct.pack("<Q", len(header)) + header + data
 
 

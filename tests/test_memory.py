@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -159,7 +160,6 @@ def test_arrays_are_like_any_other(dtype):
 
 def test_many_threads():
     set_idle_limit(4 * NBYTES)
-    wrong = []
     start = threading.Barrier(8)
 
     def loop(mark):
@@ -170,24 +170,18 @@ def test_many_threads():
             array[:: 1 << 16] = mark
             parts[i % 3] = array[1 << 16 :]
             del array
-            if not all((part[:: 1 << 16] == mark).all() for part in parts if part is not None):
-                wrong.append(mark)
+            assert all((part[:: 1 << 16] == mark).all() for part in parts if part is not None)
             # Each thread may have one more that it has not released yet.
-            if get_idle_bytes() > 4 * NBYTES + 8 * (2 << 20):
-                wrong.append("idle")
+            assert get_idle_bytes() <= 4 * NBYTES + 8 * (2 << 20)
 
     interval = sys.getswitchinterval()
     # So that threads take turns within an ask.
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=loop, args=(mark,)) for mark in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(loop, range(8)))
     finally:
         sys.setswitchinterval(interval)
-    assert wrong == []
     assert 0 < get_idle_bytes() <= 4 * NBYTES
 
 

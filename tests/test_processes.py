@@ -1,11 +1,12 @@
 """Broken by a bit that depends on threads, or by a fork, an interrupt or an end of the process that hangs or crashes."""
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
-import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -108,18 +109,13 @@ def test_calls_from_many_threads_at_once():
     data = [make(seed, (700 + 300 * seed, 130)) for seed in range(8)]
     expected = [run(*arguments) for arguments in data]
     barrier = threading.Barrier(8)
-    wrong = []
 
     def work(mine):
         barrier.wait()
-        wrong.extend(mine for _ in range(5) if run(*data[mine]) != expected[mine])
+        return all(run(*data[mine]) == expected[mine] for _ in range(5))
 
-    callers = [threading.Thread(target=work, args=(mine,)) for mine in range(8)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
 
 
 def test_helpers_let_go_of_the_arrays():
@@ -134,31 +130,28 @@ def test_helpers_let_go_of_the_arrays():
     assert all(r() is None for r in references)
 
 
+@pytest.mark.skipif(count_threads() is None, reason="this system does not count threads")
+def test_helpers_that_left_the_processor_of_the_caller_may_come_back():
+    arguments = make(6)
+    for _ in range(200):
+        run(*arguments)
+    tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    assert {*map(frozenset, map(os.sched_getaffinity, tasks))} == {
+        frozenset(os.sched_getaffinity(0))
+    }
+
+
 # ---- fork ----
 
 
 def in_child(work, seconds=30):
     """Run `work` in a forked child; fail if it fails, or does not end."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:  # noqa: BLE001  # nothing may reach the pytest of this copy
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    pytest.fail("the forked child hangs")
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(seconds)
+    hangs = child.is_alive()
+    child.kill()
+    assert (hangs, child.exitcode) == (False, 0)
 
 
 @forking

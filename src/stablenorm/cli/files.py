@@ -135,12 +135,7 @@ def _header(path: Path, name: str, stream: Any) -> Member:
         read = np.lib.format.read_array_header_1_0
     shape, _, dtype = read(stream)
     dtype = bfloat16 if dtype == np.dtype("V2") else dtype
-    return Member(path, name, shape, dtype, partial(_load, path, name))
-
-
-def _load(path: Path, name: str) -> Array:
-    held: Any = np.load(path)
-    return np.asarray(held[name] if name else held)
+    return Member(path, name, shape, dtype, lambda: np.load(path)[name or ...])
 
 
 def _tensors(path: Path, file: Any) -> Iterator[Member]:

@@ -21,14 +21,10 @@ _NO_BOUND = "its error is not bounded there"
 
 REFUSED = (
     Refusal(
-        ("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate"),
+        ("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
+         "gamma_offset", NEAREST, LEADING, *_DERIVATIVES, "sums over some of the rows"),
         CUDA, _ITS_KERNEL, "copy them to the host, as x.get() does",
     ),
-    Refusal(
-        ("RMS norm", "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),
-        CUDA, _ITS_KERNEL, "copy them to the host, as x.get() does",
-    ),
-    Refusal(("sums over some of the rows",), CUDA, _ITS_KERNEL, "copy them to the host"),
     Refusal(
         ("where that varies inside a row", "dmean", "drstd", *_DERIVATIVES),
         NEAREST, _NO_BOUND, 'use rounding="fast"',

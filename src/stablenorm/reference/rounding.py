@@ -25,15 +25,13 @@ def round_to(value: Array, dtype: np.dtype[Any]) -> Array:
 
 def round_sum_to(hi: Array, lo: Array, dtype: np.dtype[Any]) -> Array:
     """Round ``hi + lo`` once to `dtype`; `hi` is the sum rounded to float64."""
-    return hi if dtype.type is np.float64 else round_to(_sum_to_odd(hi, lo), dtype)
-
-
-def _sum_to_odd(hi: Array, lo: Array) -> Array:
-    """Round ``hi + lo`` to odd: where `hi` is inexact and even, take its neighbour beyond `lo`."""
+    if dtype.type is np.float64:
+        return hi
+    # To odd first: where `hi` is inexact and even, its neighbour beyond `lo`.
     even = (hi.view(np.uint64) & np.uint64(1)) == 0
     inexact = (lo != 0) & np.isfinite(hi)
-    toward = np.copysign(np.inf, lo)
-    return np.where(even & inexact, np.nextafter(hi, toward), hi)
+    odd = np.where(even & inexact, np.nextafter(hi, np.copysign(np.inf, lo)), hi)
+    return round_to(odd, dtype)
 
 
 def _to_odd_float32(value: Array) -> Array:

@@ -132,7 +132,11 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int
         values, extended = _split(np.where(counted, dy[:, some].astype(np.float64), 0.0))
         if which == 0:
             for i in np.flatnonzero((extended != 0).any(axis=1) & has_norm).tolist():
-                extended[i] *= _signs(call, i)[some]
+                own, (row,) = _counted(call, i, x)
+                # 0 for elements that do not count.
+                signs = np.zeros(x.shape[1])
+                signs[own] = exact.signs(exact.Row(row, call.norm))
+                extended[i] *= signs[some]
             extended[~has_norm] = np.nan
             extended = np.where(counted, extended, 0.0)
         total = extended.sum(axis=0)
@@ -197,14 +201,6 @@ def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[An
         odd = (far != 0) | (away != 0)
         result[odd] = np.where(np.isnan(extended), np.nan, extended)[odd]
     return result
-
-
-def _signs(call: Backward, i: int) -> Array:
-    """Return the signs of xhat of a row, 0 for elements that do not count."""
-    signs = np.zeros(call.x.shape[1])
-    some, (row,) = _counted(call, i, call.x)
-    signs[some] = exact.signs(exact.Row(row, call.norm))
-    return signs
 
 
 def _split(values: Any) -> tuple[Array, Array]:
