@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import memory
-from stablenorm.formats import FORMATS, check_dtype
+from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
@@ -24,11 +24,6 @@ _CUDA_KINDS = frozenset((2, 13))
 
 # Results of fewer elements, less than 1 MiB whatever their dtype, are never recycled.
 _FEW = 1 << 17
-
-_ndarray = np.ndarray
-
-# In this machine's byte order.
-_FLOATING = frozenset(each.dtype for each in FORMATS)
 
 
 class Arrays(NamedTuple):

@@ -30,7 +30,11 @@ class _Layer:
         gamma_offset: float = 0.0,
         rounding: Rounding = "fast",
     ) -> None:
-        self.shape = _checked_lengths(shape)
+        lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
+        self.shape = tuple(check_count("shape", each, least=1) for each in lengths)
+        if not self.shape:
+            msg = "shape must be the length of at least one axis, got none"
+            raise ValueError(msg)
         ones = np.ones(self.shape, parse(dtype))
         check_dtype("dtype", ones)
         self.eps = check_eps(eps)
@@ -84,15 +88,6 @@ class _Layer:
         named = {"gamma": dgamma, "beta": dbeta}
         self.gradients = {name: value for name, value in named.items() if value is not None}
         return cast(Array, dx)
-
-
-def _checked_lengths(shape: Any) -> tuple[int, ...]:
-    lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
-    found = tuple(check_count("shape", each, least=1) for each in lengths)
-    if not found:
-        msg = "shape must be the length of at least one axis, got none"
-        raise ValueError(msg)
-    return found
 
 
 # The parameters are those of _Layer, which numpydoc does not look for.

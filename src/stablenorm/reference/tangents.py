@@ -1,7 +1,7 @@
 r"""
 The norms in forward mode, and the gradient of their backward, on (rows, n).
 
-J is the symmetric Jacobian of xhat: `project`, then rstd. For one row, with ``scale = gamma +
+J is the symmetric Jacobian of xhat: the backward without gamma. For one row, with ``scale = gamma +
 gamma_offset``, given tangents of x, gamma and beta::
 
     ty     = scale * J tx + tgamma * xhat + tbeta
@@ -20,7 +20,6 @@ docs/explanation/derivation.md derives these lines, D21, D29 and D30. The precis
 the sums are those of `stablenorm.reference.blocks`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,7 @@ from stablenorm.reference.blocks import (
     rebuilt,
     scale_of,
 )
-from stablenorm.reference.equations import project, rounded
+from stablenorm.reference.equations import backward, rounded
 
 
 def jvp(call: Jvp) -> None:
@@ -54,7 +53,7 @@ def jvp(call: Jvp) -> None:
         for rows in blocks(x.shape):
             counted = Counted(where, rows, x.shape[1])
             xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
-            moved = _jacobian(lift(tx[rows]), xhat, rstd, norm.kind, counted.mean)
+            moved = backward(lift(tx[rows]), xhat, rstd, None, norm.kind, counted.mean)
             ty[rows] = rounded(counted.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
 
@@ -75,7 +74,9 @@ def double_backward(call: DoubleBackward) -> None:
             counted = Counted(where, rows, x.shape[1])
             xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
             mean, only = counted.mean, counted.only
-            jacobian = partial(_jacobian, xhat=xhat, rstd=rstd, kind=norm.kind, mean=mean)
+            jacobian = partial(
+                backward, xhat=xhat, rstd=rstd, scale=None, kind=norm.kind, mean=mean
+            )
             cotangent, tangent = lift(dy[rows]), lift(ddx[rows])
             g = cotangent if scale is None else cotangent * scale
             pushed, pulled = jacobian(tangent), jacobian(g)
@@ -92,11 +93,6 @@ def double_backward(call: DoubleBackward) -> None:
             dx[rows] = rounded(only(total), dx.dtype)
         if dgamma is not None:
             sum_dgamma.put(dgamma)
-
-
-def _jacobian(v: Any, xhat: Any, rstd: Any, kind: str, mean: Callable[[Any], Any]) -> Any:
-    """Multiply `v` by the Jacobian of xhat."""
-    return project(v, xhat, kind, mean) * rstd
 
 
 def _pushed(moved: Any, xhat: Any, scale: Any, tgamma: Any, tbeta: Any) -> Any:
