@@ -16,7 +16,7 @@ from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
 from stablenorm.testing import digest, digest_inputs, near_midpoints, published_digests
-from stablenorm.testing.fixed import _splitmix
+from stablenorm.testing import _splitmix
 
 
 def test_the_integers_are_those_of_others():
