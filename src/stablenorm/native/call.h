@@ -9,6 +9,10 @@ using Index = std::ptrdiff_t;
 // other numbers are out of range.
 constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
 
+// Short rows that are done together, since their divisions and roots overlap; and columns whose tiles' sums are added up at a
+// time, since they stay in the first-level cache.
+constexpr Index GROUP = 8, COLUMNS = 512;
+
 enum Type { F32, BF16, F16, F64, PARTIAL };
 constexpr Index BYTES[] = {4, 2, 2, 8, 24};
 constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // a number over its last bit is less

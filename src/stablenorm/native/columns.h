@@ -4,8 +4,6 @@
 
 namespace {
 
-constexpr Index COLUMNS = 512;  // columns whose tiles' sums are added up at a time: they stay in the first-level cache
-
 // Adds `part` to the compensated sum total + low; the low part of an infinite sum is 0, where the formula gives NaN.
 template <class V> INLINE void merge(V part, V& total, V& low) {
     V high = total + part, t = high - total, error = (total - (high - t)) + (part - t);
@@ -108,19 +106,19 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// The errors of terms, the worst of all rows; dbeta has those of its additions alone.
-inline Errors worst_of(const Call& c, int which) {
-    if (which == 1) return {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
-    Errors worst = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++)
-        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
-    return worst;
+// The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the reciprocal of its last bit.
+inline Errors ranges_of(const Call& c) {
+    Errors all = {0, 0};
+    for (Index tile = 0; tile < c.tiles; tile++) all = {larger(all.a, c.ranges[2 * tile]), larger(all.b, c.ranges[2 * tile + 1])};
+    return all;
 }
 
 // Bounds the errors of sums of pairs or of float64.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
+    Errors worst = ranges_of(c);
     if (!c.in_pairs) {
-        Errors worst = worst_of(c, which);
+        // Terms of dbeta are exact: its errors are those of its additions.
+        if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
         for (Index j = 0; j < count; j += 8) {
             Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
             Lanes<8> error = bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows);
@@ -130,11 +128,8 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
         }
         return;
     }
-    double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
-    for (Index tile = 0; tile < c.tiles; tile++)
-        most = larger(most, c.ranges[2 * tile]), last = larger(last, c.ranges[2 * tile + 1]);
     double bound = sums_bound(c.n, c.tile_rows, c.tiles);
-    bool exact = which == 1 && is_exact(rows, most, last);
+    bool exact = which == 1 && is_exact((double)(c.tiles * c.tile_rows), worst.a, worst.b);
     for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 

@@ -5,7 +5,6 @@
 #include <initializer_list>
 
 #include "memory.h"
-#include "pool.h"
 
 namespace jobs {
 
@@ -21,10 +20,8 @@ constexpr Index FORWARD_TILE = 1 << 14, LEAST_FORWARD_TILE = 1 << 12, FEW = 4;
 // few MB. Small calls have up to four, if the sums are a small part of the work of each.
 constexpr Index BACKWARD_TILE = 1 << 16, LEAST_BACKWARD_TILE = 1 << 13, LEAST_ROWS = 16;
 constexpr Index MOST_TILES = 64, FEWEST_TILES = 8, SUMS = 1 << 17;
-constexpr Index ROWS_TOGETHER = 8;
 
-// Short rows that are done together: their divisions and roots overlap.
-Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
+Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : GROUP; }
 
 // Least columns of rows that a forward with non-temporal stores does two by two: n = 256, 4.0 for 2.9 10^9 elements a second.
 constexpr Index LEAST_OF_TWO = 128;
@@ -41,15 +38,12 @@ constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
 constexpr Index LEAST_SAMPLE = 1 << 15;
 
-// Columns of dgamma or dbeta that one thread adds up at a time.
-constexpr Index COLUMNS = 512;
-
 Index least(Index a, Index b) { return a < b ? a : b; }
 Index most(Index a, Index b) { return a > b ? a : b; }
 
 Index forward_rows(Index rows, Index n) {
     Index elements = least(most(rows * n / FEW, LEAST_FORWARD_TILE), FORWARD_TILE);
-    return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
+    return most(elements / n / GROUP, 1) * GROUP;
 }
 
 bool any_unsummed(const Call& c) { return c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
@@ -81,19 +75,11 @@ void finish_part(const Call& c, Index part) {
     if (c.sums_out[which]) kernels->finish(c, (int)which, start, least(start + COLUMNS, c.n), any_unsummed(c));
 }
 
-void tile_work(void* data, Index number, int thread) {
-    DefaultControl control;
-    kernels->do_tile(*(const Call*)data, number, thread);
-}
-
-void finish_work(void* data, Index part, int) {
-    DefaultControl control;
-    finish_part(*(const Call*)data, part);
-}
+void tile_work(void* data, Index number, int thread) { kernels->do_tile(*(const Call*)data, number, thread); }
+void finish_work(void* data, Index part, int) { finish_part(*(const Call*)data, part); }
 
 // A sample of one tile, from its parameters to its sums.
 void sample_work(void* data, Index sample, int thread) {
-    DefaultControl control;
     const Call& all = *(const Call*)data;
     Call c = sample_of(all, sample, all.own + all.own_size * thread + all.own_parameters);
     kernels->prepare(c), kernels->do_tile(c, 0, thread);
@@ -152,7 +138,7 @@ Index backward_rows(Index rows, Index n, bool nearest) {
     Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
     Index tiles = least(most(most(rows * n / BACKWARD_TILE, few), 1), limit);
     Index each = most((rows + tiles - 1) / tiles, 1);
-    return (each + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
+    return (each + GROUP - 1) / GROUP * GROUP;
 }
 
 bool has_huge_dy(const Call& c) {
@@ -184,7 +170,7 @@ State run(Call& c, int threads) {
     double* scratch;
     threads = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)least(threads, pool::MOST);
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
-    DefaultControl control;
+    pool::DefaultControl control;
     State state = can_prepare(c) ? DONE : DECLINED;
     if (state == DONE && (c.samples == 1 || by_samples(c))) run_tiles(c, threads);
     for (Index i = 0; state == DONE && c.samples > 1 && !by_samples(c) && i < c.samples; i++) {

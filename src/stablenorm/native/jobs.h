@@ -1,24 +1,8 @@
 // A call from its arrays to its results, and the choice of kernels.
 #pragma once
-#include "call.h"
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#endif
+#include "pool.h"
 
 namespace jobs {
-
-// Sets rounding to nearest and keeps subnormals, whatever the calling thread is set to.
-struct DefaultControl {
-#if defined(__x86_64__) || defined(_M_X64)
-    unsigned word = _mm_getcsr();
-    DefaultControl() { _mm_setcsr(0x1f80); }
-    ~DefaultControl() { _mm_setcsr(word); }
-#elif defined(__aarch64__)
-    uint64_t word;
-    DefaultControl() { asm volatile("mrs %0, fpcr\n msr fpcr, xzr" : "=r"(word)); }
-    ~DefaultControl() { asm volatile("msr fpcr, %0" : : "r"(word)); }
-#endif
-};
 
 enum State { DONE, DECLINED, NO_MEMORY };
 

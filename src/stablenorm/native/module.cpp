@@ -189,7 +189,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (keep) kept = own(as_named(STATISTICS, Py_NewRef(kept)));
     PyObject* source = c.plus.data ? total : args[X];
     if (kept && has_any(c.marks, c.samples * c.rows)) {
-        jobs::DefaultControl control;
+        pool::DefaultControl control;
         PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, args[OF_NORM], kept, marks, c.samples);
         if (!own(done)) return nullptr;
     }
@@ -291,7 +291,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!run(c, args[THREADS])) return declined();
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
     if (gradients && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns))) {
-        jobs::DefaultControl control;
+        pool::DefaultControl control;
         PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, kept, gradients, args[DSUM], marks, uncertified, partial, c.samples);
         if (!own(done)) return nullptr;
     }

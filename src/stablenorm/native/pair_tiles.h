@@ -11,11 +11,7 @@ Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.w
 Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
 
 // True if a row has a NaN or an infinity, which spoils all of it.
-bool is_spoiled(const double* x, Index n) {
-    bool spoiled = false;
-    for (Index j = 0; j < n; j++) spoiled |= !(x[j] - x[j] == 0);
-    return spoiled;
-}
+bool is_spoiled(const double* x, Index n) { return !(range_of(x, n).low < __builtin_inf()); }
 
 // Writes NaN into a row of results.
 NOINLINE inline void spoil_results(const Call& c, const Own& own, Index i) {

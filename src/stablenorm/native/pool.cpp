@@ -16,9 +16,6 @@
 #include <sched.h>
 #include <signal.h>
 #endif
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#endif
 
 namespace pool {
 namespace {
@@ -85,6 +82,7 @@ void do_parts(int thread) {
 }
 
 [[noreturn]] void help(int thread) {
+    DefaultControl control;
     unsigned seen = 0;
     auto until = Clock::now() + SPIN;
     for (unsigned turns = 1;; turns++) {

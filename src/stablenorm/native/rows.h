@@ -33,9 +33,6 @@ constexpr int L = 16;          // lanes of the forward
 constexpr int ROWS_OF_Y = 2;
 template <class T> constexpr int Y_OF = sizeof(T) == 2 ? 16 : 8;
 
-// Short rows that are done together: their divisions and roots overlap.
-constexpr int GROUP = 8;
-
 // How rows are done. LAYER: as a layer norm, not an RMS norm. CENTER: x - mean is formed first, and then scaled. NEAREST: with
 // the bounds of certain.h.
 template <bool LAYER_, bool CENTER_, bool NEAREST_> struct Mode {
