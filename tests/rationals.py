@@ -12,7 +12,9 @@ NAMES = ["y", "dx", "dgamma", "dbeta"]
 
 def rational(array):
     """The same numbers as an array of fractions."""
-    return np.vectorize(Fraction, otypes=[object])(np.asarray(array).astype(np.float64))
+    array = np.asarray(array)
+    exact = array if array.dtype == object else array.astype(np.float64)
+    return np.vectorize(Fraction, otypes=[object])(exact)
 
 
 def square_root(value, digits):
