@@ -10,7 +10,7 @@ from norms import FINITE
 from rationals import square_root
 
 import stablenorm.diagnosis
-from stablenorm import diagnose, exact_layer_norm, layer_norm
+from stablenorm import diagnose, exact_layer_norm
 from stablenorm.diagnosis.methods import METHODS, SPECIAL
 from stablenorm.formats import format_of, parse
 from stablenorm.testing.families import FAMILIES, make_case
@@ -112,12 +112,6 @@ def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases):
     # The gate of the project: 2 bits, 95 % of rows. And losses there must be, or it says nothing.
     assert (np.abs(predicted - measured) <= 2).mean() >= 0.95
     assert (measured >= 8).mean() > 0.1
-
-
-def test_stablenorm_loses_none(cases):
-    for case in cases:
-        y = layer_norm(case.x, eps=case.eps, backend="numpy")
-        assert measure_bits(y, case).max() < 0.5, case.family
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])

@@ -31,16 +31,11 @@ def call_once(calls, **_):
     return {name: Timing(1e-3 * k, 0.9e-3 * k, 2e-3 * k) for k, name in enumerate(calls, 1)}
 
 
-@pytest.fixture
-def untimed(monkeypatch):
+def test_bench_writes_every_combination(monkeypatch):
     """The commands, not their figures."""
     monkeypatch.setattr(timing, "measure_interleaved", call_once)
     monkeypatch.setattr(timing, "measure_copy", partial(measure_copy, nbytes=2**16))
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
-
-
-@pytest.mark.usefixtures("untimed")
-def test_bench_writes_every_combination():
     dtypes = "--dtype", "float32", "--dtype", "bfloat16"
     shapes = "--shape", "2", "3", "8", "--shape", "16"
     roundings = "--rounding", "fast", "--rounding", "nearest"
