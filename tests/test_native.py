@@ -23,10 +23,7 @@ NATIVE = HERE.parent / "src" / "stablenorm" / "native"
 FLAGS = "-std=c++17 -O1 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi"
 
 MIXTURES = [
-    ("float32",) * 4,
-    ("float16",) * 4,
-    ("bfloat16",) * 4,
-    ("float64",) * 4,
+    *((dtype,) * 4 for dtype in ("float32", "float16", "bfloat16", "float64")),
     ("float16", "float32", "bfloat16", "float32"),
     ("float32", "float64", "float16", "float32"),
     ("bfloat16", "float16", "float16", "bfloat16"),
