@@ -215,17 +215,12 @@ def make(call):
     wanted = {"x": (shape, of_x), "dy": (shape, of_dy)}
     wanted |= {"gamma": (varies, of_gamma), "beta": (varies, of_beta)}
     keywords = {
-        "residual": {"residual": more},
-        "dsum": {"dsum": more},
+        **{name: {name: more} for name in ("residual", "dsum")},
         "statistics": dict.fromkeys(
             ("drstd", "dmean")[: 1 + (call.kind == "layer")], (of_rows, f8)
         ),
         "accumulate": {"old_dgamma": (of_sums, of_gamma), "old_dbeta": (of_sums, of_beta)},
-        "tangents": {
-            "tx": (shape, of_x),
-            "tgamma": (lengths, of_gamma),
-            "tbeta": (lengths, of_beta),
-        },
+        "tangents": dict(zip(TANGENTS, map(wanted.get, ("x", "gamma", "beta")), strict=True)),
     }
     for name in call.given:
         wanted |= keywords[name]

@@ -19,6 +19,12 @@ SECOND_ORDER = {
     "rms": (sn.rms_norm_jvp, sn.rms_norm_double_backward),
 }
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
+# Made to cancel: there the second term of the contract decides the last bits.
+CANCELLING = {
+    "y": {"F07", "F32"},
+    "dgamma": {"F07"},
+    "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"},
+}
 OF_FORWARD = {"gamma_offset", "residual", "where"}
 
 

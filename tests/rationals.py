@@ -1,5 +1,6 @@
 """Arrays as exact rationals, the numbers of a dtype around one, arrays to normalize, and their S."""
 
+import math
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
@@ -12,7 +13,9 @@ NAMES = ["y", "dx", "dgamma", "dbeta"]
 
 def rational(array):
     """The same numbers as an array of fractions."""
-    return np.vectorize(Fraction, otypes=[object])(np.asarray(array).astype(np.float64))
+    array = np.asarray(array)
+    exact = array if array.dtype == object else array.astype(np.float64)
+    return np.vectorize(Fraction, otypes=[object])(exact)
 
 
 def square_root(value, digits):
@@ -33,13 +36,16 @@ def around(value, dtype):
 
 
 def nearest(value, dtype):
-    """The number of `dtype` next to a finite value, ties to even."""
-
-    def distance(number):
-        is_odd = int(np.asarray(number).view(f"u{dtype.itemsize}")) & 1
-        return abs(Fraction(float(number)) - value), is_odd
-
-    return min(around(value, dtype), key=distance)
+    """Round a Fraction to a multiple of the last place, half to even as Python does; return a float."""
+    info, size = ml_dtypes.finfo(dtype), abs(value)
+    if not value:
+        return 0.0
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > size
+    unit = Fraction(2) ** (max(exponent, int(info.minexp)) - int(info.nmant))
+    found = round(value / unit) * unit
+    beyond = math.inf if value > 0 else -math.inf
+    return beyond if abs(found) > Fraction(float(info.max)) else math.copysign(found, value)
 
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):

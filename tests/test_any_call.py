@@ -185,11 +185,8 @@ def test_every_length_has_the_bits_of_the_reference(rng, dtype, offset):
     shapes = itertools.product((1, 7, 8, 15, 33, 64, 70), (*range(1, 34), 40, 63, 65, 769, 1040))
     for rows, n in (*shapes, (9973, 13)):
         x, dy = rng.standard_normal((2, rows, n))
-        case = (
-            *((x + offset).astype(dtype), *rng.standard_normal((2, n)).astype(f4)),
-            1e-5,
-            dy.astype(dtype),
-        )
+        gamma, beta = rng.standard_normal((2, n)).astype(f4)
+        case = (x + offset).astype(dtype), gamma, beta, 1e-5, dy.astype(dtype)
         found = [compute(case, backend=backend) for backend in BACKENDS]
         # The sums may differ where they cancel.
         for name in ("y", "dx"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stablenorm.cli.findings as job
-from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, layer_norm_forward
 from stablenorm.cli import main
 from stablenorm.testing import near_midpoints
 
@@ -125,21 +125,26 @@ def test_a_right_infinity_is_no_failure(tmp_path, capsys):
     assert "No check failed." in shown
 
 
-@pytest.mark.parametrize("wrong", ["dx", "dgamma", "dbeta"])
-def test_a_wrong_backward_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
+@pytest.mark.parametrize("wrong", ["y", "dx", "dgamma", "dbeta"])
+def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     """One element 1 % off: by the oracle and by the finite differences, exit status 1."""
 
-    def broken(dy, cache):
-        arrays = layer_norm_backward(dy, cache)._asdict()
-        arrays[wrong].flat[0] *= 1.01
-        return Gradients(**arrays)
+    def broken(function):
+        def call(*args, **options):
+            results = function(*args, **options)
+            first = results[0] if wrong == "y" else getattr(results, wrong)
+            first.flat[0] *= 1.01
+            return results
 
-    forward, _, *others = job.NORMS["layer"]
-    monkeypatch.setitem(job.NORMS, "layer", (forward, broken, *others))
-    assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)]) == 1
-    shown = capsys.readouterr().out
-    assert "A CHECK FAILED." in shown
-    assert "FAIL" in shown
+        return call
+
+    forward, backward, *others = job.NORMS["layer"]
+    pair = (broken(forward), backward) if wrong == "y" else (forward, broken(backward))
+    monkeypatch.setitem(job.NORMS, "layer", (*pair, *others))
+    path = save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)
+    assert main(["run", path, "--html", "page.html"]) == 1
+    assert "A CHECK FAILED." in capsys.readouterr().out
+    assert 'class="fail"' in Path("page.html").read_text("utf8")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +185,6 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     assert main(["diagnose", "--dtype", "float16"]) == 0
     out, err = capsys.readouterr()
     # A path is one word, as long as the checkout's.
-    assert (err, [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()]) == (
-        "",
-        [],
-    )
+    assert [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()] == []
+    assert err == ""
     assert "E[x^2] - E[x]^2" in " ".join(out.split())

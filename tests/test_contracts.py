@@ -115,8 +115,9 @@ def test_an_axis_of_none_is_all_axes(rng):
     np.testing.assert_array_equal(*(layer_norm_backward(x, c).dx for c in (cache, every)))
 
 
-def test_layer_holds_what_it_says(rng, dtype):
-    norm = LayerNorm((3, 4), axis=(1, 2), dtype=dtype)
+@pytest.mark.parametrize("axis", [{}, {"axis": (1, 2)}], ids=["the last axes", "these"])
+def test_layer_holds_what_it_says(rng, dtype, axis):
+    norm = LayerNorm((3, 4), **axis, dtype=dtype)
     x = rng.standard_normal((2, 3, 4)).astype(dtype)
     y = norm.forward(x)
     assert norm.gradients == {}
@@ -124,10 +125,8 @@ def test_layer_holds_what_it_says(rng, dtype):
     expected = layer_norm_forward(x, axis=(1, 2))
     np.testing.assert_array_equal(expected[0], y)
     np.testing.assert_array_equal(layer_norm_backward(y, expected[1]).dx, dx)
-    assert {name: g.shape for name, g in norm.gradients.items()} == {
-        "gamma": (3, 4),
-        "beta": (3, 4),
-    }
+    shapes = {name: gradient.shape for name, gradient in norm.gradients.items()}
+    assert shapes == dict.fromkeys(("gamma", "beta"), (3, 4))
     assert LayerNorm(4, gamma=False).parameters.keys() == {"beta"}
     assert "eps=1e-05" in repr(norm)
 

@@ -264,10 +264,8 @@ def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(c
 @pytest.mark.usefixtures("compiler")
 def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
     function, cupy.cuda.Module, cupy.cuda.driver = Mock(ptr=77), Mock(), Mock()
-    module, occupancy = (
-        cupy.cuda.Module(),
-        cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor,
-    )
+    module = cupy.cuda.Module()
+    occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
     module.get_function.return_value, occupancy.return_value = function, 2
     # Resident are the blocks that fit all 132 multiprocessors.
     assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132, True)

@@ -83,14 +83,10 @@ def two_rows(row, parameter, factor):
     return diff(row.loss + other.loss, parameter) - factor(row) - factor(other)
 
 
-def invariant(row, change):
-    """xhat after a change of x and eps, less xhat."""
-    moved = row.xhat.subs(change, simultaneous=True)
-    return (moved - row.xhat).applyfunc(sp.simplify)
-
-
 def moved(row, x, eps=EPS):
-    return invariant(row, dict(zip(row.x, x, strict=True)) | {EPS: eps})
+    """xhat after a change of x and eps, less xhat."""
+    change = dict(zip(row.x, x, strict=True)) | {EPS: eps}
+    return (row.xhat.subs(change, simultaneous=True) - row.xhat).applyfunc(sp.simplify)
 
 
 def across(row):

@@ -82,6 +82,10 @@ BACKWARD = [
     ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\), that of the y of this cache, got \(1, 3, 4\)"),
     ({"dy": X.astype(int)}, TypeError, "dy must be float16.*got int64"),
     ({"cache": RMS}, ValueError, "cache must be of layer_norm_forward; pass this one to rms"),
+    ({"cache": None}, TypeError, r"must be the Cache .*got NoneType; write y, cache = layer_norm_forward\(\.\.\.\)"),
+    ({"cache": (X, None, 1)}, TypeError, "cache must be the Cache .*got tuple; write y, cache = "),
+    ({"cache": (X, CACHE)}, TypeError, "cache must be the Cache .*got tuple; this is all that layer_norm_forward"),
+    ({"dy": CACHE, "cache": X}, TypeError, "cache must be the Cache .*got ndarray; the two are swapped"),
     ({"wrt": ("x", "bias")}, ValueError, "wrt must name some of 'x', 'gamma', 'beta', got 'bias'"),
     ({"wrt": 3}, ValueError, "'beta', got 3"),
     ({"wrt": [X]}, ValueError, "wrt must name"),
@@ -205,7 +209,3 @@ def test_out_that_overlaps_is_refused_before_anything_is_written(rng):
     even, odd = (buffer[:48].reshape(4, 12)[:, at::2] for at in (0, 1))
     expected = layer_norm(even.copy())
     np.testing.assert_array_equal(layer_norm_forward(even, out=odd)[0], expected)
-
-
-def test_a_layer_normalizes_the_last_axes_by_default():
-    np.testing.assert_array_equal(layer((3, 4)), LayerNorm((3, 4), axis=(1, 2)).forward(X))

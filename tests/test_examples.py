@@ -133,15 +133,8 @@ def test_the_page_on_checking_a_kernel(mistake, test, tmp_path):
     assert done.returncode == bool(mistake), done.stdout[-3000:]
 
 
-# The network of examples/train_digits.py: its gradients, and that it learns.
-
-
-@pytest.fixture(scope="module")
-def network():
-    return load("train_digits")
-
-
-def test_a_few_steps_lower_the_loss(network):
+def test_a_few_steps_of_train_digits_lower_the_loss():
+    network = load("train_digits")
     losses, parameters = network.train(0.1, network.DEPTH, steps=60)
     # Guessing costs log(10) = 2.30, and is what the network begins at.
     assert np.mean(losses[-10:]) < 2.2 < np.mean(losses[:5])

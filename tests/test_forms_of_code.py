@@ -181,14 +181,9 @@ def test_each_form_has_its_verdict(check, forward, backward, form, dtype):
     assert any(words in f"{each.name}: {each.message}" for each in report.findings), str(report)
     if verdict == "PASS":
         assert sum(OVERWRITTEN in each.message for each in report.findings) == bool(words)
-
-
-@pytest.mark.parametrize(("check", "forward", "backward"), [LAYER, RMS], ids=["layer", "rms"])
-def test_a_plain_formula_loses_nothing_on_constant_rows(check, forward, backward):
-    notes = {
-        f.name for f in check(forward, backward, *data(0), rng=0).findings if f.verdict == "NOTE"
-    }
-    assert not any("constant" in name or "tiny" in name for name in notes), notes
+    notes = {each.name for each in report.findings if each.verdict == "NOTE"}
+    # A plain formula loses nothing on constant rows.
+    assert form != "right" or not any("constant" in name or "tiny" in name for name in notes)
 
 
 # Operations in general: a state, buffers, promoted results, no cache at all.

@@ -166,11 +166,8 @@ def test_dbeta_is_the_nearest_sum(dtypes, column, total, layout, backend):
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_a_large_dy_leaves_no_nan(rounding, backend):
     """Half of the columns, between which and dy and xhat nothing adds up."""
-    x, dy, ones = (
-        2.0**-100 * np.tile([1.0, 1.0, -1.0, -1.0], (1, 4)),
-        np.zeros((1, 16)),
-        np.ones(16),
-    )
+    x = 2.0**-100 * np.tile([1.0, 1.0, -1.0, -1.0], (1, 4))
+    dy, ones = np.zeros((1, 16)), np.ones(16)
     dy[0, 1::4] = 2.0**1000 * np.array([1.0, -1.0, 1.0, -1.0])
     _, cache = layer_norm_forward(x, ones, ones, eps=0.0, backend=backend, rounding=rounding)
     expected = np.where(dy, np.copysign(np.inf, dy), 0.0)

@@ -1,28 +1,15 @@
 """Broken by a second rounding, a midpoint, a conversion, or a bound that is too small, of the reference's numbers."""
 
-import math
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
+from rationals import nearest
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.reference.rounding import round_sum_to, round_to
-
-
-def to_nearest(value, dtype):
-    """Round a Fraction to a multiple of the last place, half to even as Python does; return a float."""
-    info, size = ml_dtypes.finfo(dtype), abs(value)
-    if not value:
-        return 0.0
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent -= Fraction(2) ** exponent > size
-    unit = Fraction(2) ** (max(exponent, int(info.minexp)) - int(info.nmant))
-    found = round(value / unit) * unit
-    beyond = math.inf if value > 0 else -math.inf
-    return beyond if abs(found) > Fraction(float(info.max)) else math.copysign(found, value)
 
 
 def test_sums_of_two_round_once(dtype):
@@ -36,7 +23,7 @@ def test_sums_of_two_round_once(dtype):
     lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
     with np.errstate(all="ignore"):
         actual = round_sum_to(hi, lo, dtype).astype(np.float64)
-    expected = [to_nearest(Fraction(h) + Fraction(t), dtype) for h, t in zip(hi, lo, strict=True)]
+    expected = [nearest(Fraction(h) + Fraction(t), dtype) for h, t in zip(hi, lo, strict=True)]
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -139,13 +126,13 @@ def test_rounded_decides_what_the_error_allows(dtype, rng):
     dtype, seen = np.dtype(dtype), set()
     for part, value, open_ in zip(parts, values, undecided, strict=True):
         v, e = fraction(part)
-        ends = [to_nearest(end, dtype) for end in (v - e, v, v + e)]
+        ends = [nearest(end, dtype) for end in (v - e, v, v + e)]
         if not open_:
             assert {*ends} == {float(value)}, part
         else:
             # But for the rounding of the sum with the bound.
             wider = e + Fraction(2) ** -101 * abs(v)
-            ends = (repr(to_nearest(end, dtype)) for end in (v - wider, v + wider))
+            ends = (repr(nearest(end, dtype)) for end in (v - wider, v + wider))
             assert len({*ends}) == 2
         assert not open_ or e
         seen.add((bool(open_), e == 0))

@@ -15,25 +15,22 @@ from interpreter import python, run_python
 from norms import draw
 
 import stablenorm
-from stablenorm import layer_norm_backward, layer_norm_forward, threads
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import threads as of_threads
 
 pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
-# Python says of every fork beside threads that it may hang. That it does not is tested here.
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [
+    # Python says of every fork beside threads that it may hang. That it does not is tested here.
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+    pytest.mark.parametrize("threads", [4], indirect=True),
+    pytest.mark.usefixtures("threads"),
+]
 
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 # More than enough to wake helpers, and more tiles than threads, in forward and backward.
 MANY_TILES = (2048, 130)
-
-
-@pytest.fixture(autouse=True)
-def four_threads():
-    before = stablenorm.get_num_threads()
-    stablenorm.set_num_threads(4)
-    yield
-    stablenorm.set_num_threads(before)
 
 
 def make(seed, shape=MANY_TILES):
@@ -68,7 +65,7 @@ def test_set_num_threads_refuses(count, error):
 
 
 def test_the_environment_and_the_processors_decide_until_it_is_set(monkeypatch):
-    monkeypatch.setattr(threads, "_chosen", None)
+    monkeypatch.setattr(of_threads, "_chosen", None)
     for value in ("two", "0", "-1", "1.5", "1e1", "\N{SUPERSCRIPT TWO}"):
         monkeypatch.setenv("STABLENORM_NUM_THREADS", value)
         message = f"STABLENORM_NUM_THREADS must be a positive integer, got '{value}'; unset"

@@ -14,7 +14,7 @@ import pytest
 from stablenorm import backends, cost, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
-from stablenorm.cli import findings, main
+from stablenorm.cli import main
 from stablenorm.cost import count_cost, count_kept
 from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.testing.plain import plain_backward, plain_forward
@@ -31,16 +31,11 @@ def call_once(calls, **_):
     return {name: Timing(1e-3 * k, 0.9e-3 * k, 2e-3 * k) for k, name in enumerate(calls, 1)}
 
 
-@pytest.fixture
-def untimed(monkeypatch):
+def test_bench_writes_every_combination(monkeypatch):
     """The commands, not their figures."""
     monkeypatch.setattr(timing, "measure_interleaved", call_once)
     monkeypatch.setattr(timing, "measure_copy", partial(measure_copy, nbytes=2**16))
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
-
-
-@pytest.mark.usefixtures("untimed")
-def test_bench_writes_every_combination():
     dtypes = "--dtype", "float32", "--dtype", "bfloat16"
     shapes = "--shape", "2", "3", "8", "--shape", "16"
     roundings = "--rounding", "fast", "--rounding", "nearest"
@@ -110,17 +105,3 @@ def test_a_page_is_whole_and_fetches_nothing(capsys):
     ):
         assert words in shown
         assert words in source
-
-
-def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
-    compute = findings.compute
-
-    def spoiled(problem):
-        results = compute(problem)
-        return results | {"y": results["y"] + np.float32(1e-3)}
-
-    monkeypatch.setattr(findings, "compute", spoiled)
-    np.savez("in.npz", x=X)
-    assert main(["run", "in.npz", "--html", "page.html"]) == 1
-    assert "A CHECK FAILED" in capsys.readouterr().out
-    assert 'class="fail"' in Path("page.html").read_text("utf8")
