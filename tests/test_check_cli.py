@@ -331,6 +331,8 @@ class LayerNorm:
 """
 LIST = "self.params = [np.ones(n), np.zeros(n)]; self.grads = [np.zeros(n), np.zeros(n)]"
 DICT = "self.params = {'gamma': np.ones(n), 'beta': np.zeros(n)}"
+MADE = "from types import SimpleNamespace as P; gamma, beta = P(data=np.ones(n), grad=None), "
+MADE += "P(data=np.zeros(n), grad=None)"
 # How parameters are made and read, and where their gradients go.
 PLACES = {
     "lists": (LIST, "self.params", "self.grads = [dgamma, dbeta]"),
@@ -345,6 +347,16 @@ PLACES = {
     "a dict of dgamma": (
         "self.weight, self.bias = np.ones(n), np.zeros(n)", "(self.weight, self.bias)",
         "self.grads = {'dweight': dgamma, 'dbias': dbeta}"),
+    "beside the parameters": (
+        DICT, "(self.params['gamma'], self.params['beta'])",
+        "self.params.update({'dgamma': dgamma, 'dbeta': dbeta})"),
+    "a list of objects": (
+        f"{MADE}; self.params = [gamma, beta]", "[p.data for p in self.params]",
+        "self.params[0].grad = dgamma; self.params[1].grad = dbeta"),
+    "a dict of objects": (
+        f"{MADE}; self.params = {{'beta': beta, 'gamma': gamma}}",
+        "(self.params['gamma'].data, self.params['beta'].data)",
+        "self.params['gamma'].grad = dgamma; self.params['beta'].grad = dbeta"),
 }  # fmt: skip
 
 
@@ -359,6 +371,39 @@ def test_gradients_stored_by_order_or_name_are_found(place, capsys):
     assert wrong != text
     assert main(["check", write(wrong)]) == 1
     assert "FAIL: wrong gradient of gamma dgamma is off by a factor of 0.5" in shown(capsys)[0]
+
+
+BESIDE = """
+class LayerNorm:
+    def __init__(self, axis=8):
+        self.axis, self.gamma = axis, None
+    def forward(self, x):
+        if self.gamma is None:
+            self.gamma, self.beta = np.ones(x.shape[self.axis]), np.zeros(x.shape[self.axis])
+        self.held = stats(x, 1e-5)
+        return self.gamma * self.held[0] + self.beta, *self.held
+    def backward({}):
+        {}; dx, dgamma, dbeta = grads(dy, *held, self.gamma)
+        return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes", "held"),
+    [
+        ("self, cache, dy", "held = cache"),
+        ("self, dy, cache=None, rate=0.1", "held = self.held"),
+        ("self, dy, *, rate", "held = self.held"),
+        ("self, input, grad_output", "dy = grad_output; held = stats(input, 1e-5)"),
+    ],
+)
+@pytest.mark.parametrize("returned", ["{'weight': dgamma, 'bias': dbeta}", "[dgamma, dbeta]"])
+def test_the_arguments_of_a_class_are_recognized(takes, held, returned, capsys):
+    text = CORE + BESIDE.format(takes, held, f"dx, {returned}")
+    for wrong in ("", "- mean ", "* gamma"):
+        status = main(["check", write(text.replace(wrong, "") if wrong else text)])
+        assert status == bool(wrong), capsys.readouterr()
+    assert "gamma is not applied in dx" in shown(capsys)[0]
 
 
 @pytest.mark.parametrize(("spoil", "status"), [("", 0), ("- mean ", 1)])
@@ -438,6 +483,15 @@ def test_the_kind_follows_the_name(form, capsys):
     assert main(["check", write(names), "--kind", "rms", *options]) == 0
     assert main(["check", write(text.replace("SPOIL", "")), "--kind", "layer"]) in (1, 2)
     shown(capsys)
+
+
+def test_parameters_of_unknown_names_and_a_factor_near_1_are_told(capsys):
+    make, read = "self.a_2, self.b_2 = np.ones(n), np.zeros(n)", "(self.a_2, self.b_2)"
+    assert main(["check", write(CORE + STORED.format(make=make, read=read, store=""))]) == 0
+    assert "note: no gamma and no beta is found: dx alone is judged" in shown(capsys)[0]
+    near = CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL
+    assert main(["check", write(near)]) == 1
+    assert "dx is off by a factor of 1 +1.0e-09" in shown(capsys)[0]
 
 
 def test_a_backward_that_raises_fails(capsys):

@@ -135,7 +135,8 @@ def _explained(of: Expected, judged: Judged) -> str:
         return ""
     factor = float(np.vdot(actual, value) / np.vdot(value, value))
     if _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound):
-        return f"{{}} is off by a factor of {factor:.6g}"
+        close = f"1 {factor - 1:+.1e}" if abs(factor - 1) < 1e-5 else f"{factor:.6g}"
+        return f"{{}} is off by a factor of {close}"
     powers = _of_powers(of, actual) if name == "dx" else ()
     return next((words for words, *guess in powers if _equal(actual, *guess)), "")
 

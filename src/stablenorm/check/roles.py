@@ -76,6 +76,13 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
         found = {gradient_role(name) or role_of(name): each for name, each in named.items()}
         if "x" in found or not isinstance(returned, tuple):
             return found
+    # dx, and the others together.
+    if isinstance(returned, tuple) and len(returned) == 2:
+        dx, others = returned
+        if isinstance(others, Mapping):
+            return gradients_by_role({"dx": dx, **others}, takes)
+        if isinstance(others, (tuple, list)) and len(others) == len(takes):
+            returned = (dx, *others)
     if isinstance(returned, np.ndarray) and not takes:
         returned = (returned,)
     if isinstance(returned, (tuple, list)) and len(returned) == 1 + len(takes):
@@ -106,8 +113,8 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
         msg = f"the backward must take (dy, cache), got {spelled(backward)}"
         raise ValueError(msg)
     order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
-    call_backward = _by_role(backward, dict(zip(required, order, strict=True)))
-    call_forward = _by_role(forward, roles)
+    call_backward = by_role(backward, dict(zip(required, order, strict=True)))
+    call_forward = by_role(forward, roles)
     takes = tuple(role for role in PARAMETERS if role in roles.values())
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
@@ -124,7 +131,7 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
     return call, pull, takes
 
 
-def _by_role(function: Function, roles: dict[str, str]) -> Function:
+def by_role(function: Function, roles: dict[str, str]) -> Function:
     """Return the function of its arguments by role."""
     signature = inspect.signature(function)
 

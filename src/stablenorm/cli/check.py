@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             np.seterr(all="ignore")
             warnings.simplefilter("ignore")
             shape, notes = _choose_shape(norm, arguments)
+            notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
             check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
             given = *_data(norm, shape, arguments), arguments.eps
             options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}

@@ -97,6 +97,7 @@ class _Member(NamedTuple):
     name: str
     value: Any
     put: Callable[[Any], object]
+    gradient: Any = None
 
 
 def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
@@ -122,11 +123,8 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 given = np.array(value).reshape(shape) if shape else value
                 for place in places:
                     place.put(given)
-        # Some backwards take the cache that came with y; others, of layers that learn there, a rate.
-        y, more = forward(x), [0.0] * (sum(roles.parameters(backward).values()) - 1)
-        if more and isinstance(y, tuple) and len(y) == 2:
-            y, more[0] = y
-        return y, instance, lambda dy: backward(dy, *more)
+        y, *cache = result if isinstance(result := forward(x), tuple) else (result,)
+        return y, instance, _of_dy(backward, x, *cache)
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
@@ -150,14 +148,28 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
     return Norm(forward, backward, takes, signature, kind or _kind_of(name))
 
 
+def _of_dy(backward: Callable[..., Any], x: Array, *cache: Any) -> Callable[[Array], Any]:
+    """Return a backward of dy alone: some take x, or a cache, or, of a layer that learns there, a rate."""
+    names = [name for name, needed in roles.parameters(backward).items() if needed]
+    if len(names) < 2:
+        return backward
+    others = [name for name in names if role_of(name) != "x"] or names
+    if key_of(others[0]) in NAMES["cache"]:
+        others[:2] = others[1::-1]
+    order = zip(others, ("dy", "cache", *names), strict=False)
+    pull = roles.by_role(backward, dict.fromkeys(names, "x") | dict(order))
+    given = {"x": x, "cache": cache[0] if len(cache) == 1 else cache or 0.0}
+    return lambda dy: pull(**dict.fromkeys(names, 0.0) | given | {"dy": dy})
+
+
 def _make(file: UserFile, class_: type, n: int) -> Any:
     """Return an instance for rows of n; UserError says what was tried."""
     # A class may want its parameters by name; bias=True, which has a default, is something else.
-    wanted = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
+    wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
         name: wanted[role]
         for name, needed in roles.parameters(class_).items()
-        if (role := role_of(name)) in wanted and (needed or role == "eps")
+        if (role := role_of(name) or name) in wanted and (needed or role in ("eps", "axis"))
     }
     said = []
     for arguments in ((n,), ((n,),), ()):
@@ -184,18 +196,22 @@ def _is_parameter(value: Any) -> bool:
     return isinstance(getattr(value, "data", None), np.ndarray) and hasattr(value, "grad")
 
 
+def _held(name: str, value: Any, put: Callable[[Any], object]) -> _Member:
+    # Some put a parameter and its gradient into an object: its data and grad.
+    if not _is_parameter(value):
+        return _Member(name, value, put)
+    return _Member(name, value.data, partial(setattr, value, "data"), value.grad)
+
+
 def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
     """Yield the attributes or, by `what` they are called, what a dict or an ordered list holds."""
     attributes = _attributes(instance)
     if not what:
-        for name, value in attributes.items():
-            # Some put a parameter and its gradient into an object: its data and grad.
-            owner, place = (value, "data") if _is_parameter(value) else (instance, name)
-            yield _Member(name, getattr(owner, place, None), partial(setattr, owner, place))
+        yield from (_held(n, v, partial(setattr, instance, n)) for n, v in attributes.items())
         return
     for kept in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
         if isinstance(kept, dict):
-            yield from (_Member(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
+            yield from (_held(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
         elif isinstance(kept, (list, tuple)):
             for i, (role, value) in enumerate(zip(order, kept, strict=False)):
                 # A parameter that is an attribute as well is called like that.
@@ -203,7 +219,7 @@ def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterat
                 put: Any = partial(np.copyto, value)
                 if isinstance(kept, list):
                     put = partial(kept.__setitem__, i)
-                yield _Member(next(same, role), value, put)
+                yield _held(next(same, role), value, put)
 
 
 def _places(instance: Any, role: str) -> list[_Member]:
@@ -218,9 +234,10 @@ def _places(instance: Any, role: str) -> list[_Member]:
 
 def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
     """Return by role the gradients in attributes and in lists and dicts of them."""
-    order = [role_of(each.name) for each in _members(instance, "parameters", PARAMETERS)]
-    held = _members(instance, "gradients", order if set(order) == set(takes) else list(takes))
-    found = {gradient_role(name) or role_of(name): value for name, value, _ in held}
-    own = _attributes(instance).items()
-    found |= {role_of(name): value.grad for name, value in own if _is_parameter(value)}
-    return found | {gradient_role(n): v for n, v, _ in _members(instance) if v is not None}
+    held = [*_members(instance, "parameters", PARAMETERS)]
+    order = [role_of(each.name) for each in held]
+    listed = _members(instance, "gradients", order if set(order) == set(takes) else list(takes))
+    found = {gradient_role(each.name) or role_of(each.name): each.value for each in listed}
+    held += _members(instance)
+    found |= {role_of(each.name): each.gradient for each in held if each.gradient is not None}
+    return found | {gradient_role(each.name): each.value for each in held if each.value is not None}
