@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checked_files import CORE, USUAL, shown, write
+from checked_files import CORE, PULL, USUAL, shown, write
 from interpreter import run_python
 
 from stablenorm.cli import main
@@ -45,16 +45,14 @@ def layer_norm_backward(ctx, grad_output):
     "eps fixed inside": """
 def layer_norm_forward(x, gamma, beta):
     return norm(x, gamma, beta, 1e-3)
-def layer_norm_backward(dy, cache):
-    return grads(dy, *cache)
-""",
+"""
+    + PULL,
     "an axis in the middle, three results, keyword-only eps": """
 def layer_norm_forward(x, axis=-1, weight=None, bias=None, *, eps):
     y, cache = norm(x, weight, bias, eps)
     return y, *cache
-def layer_norm_backward(dy, cache):
-    return grads(dy, *cache)
-""",
+"""
+    + PULL,
     "side effects at import": """
 import os, sys, warnings
 np.seterr(all="raise")
@@ -64,11 +62,10 @@ sys.stdout.reconfigure(encoding="utf-8")
 def layer_norm_forward(x, gamma, beta, eps):
     warnings.warn("slow")
     return norm(x, gamma, beta, eps)
-def layer_norm_backward(dy, cache):
-    return grads(dy, *cache)
+PULL
 if __name__ == "__main__":
     sys.exit("this is not to be run")
-""",
+""".replace("PULL", PULL),
 }
 
 CLASSES = {
@@ -193,11 +190,7 @@ def test_right_code_of_any_style_passes(style, capsys):
         ("eps fixed inside", "", "the eps given, 1e-05, is not used: it is 0.001 inside"),
         ("CS231n: rows only, ln_param", "--eps 0.5", "ln_param)|x 6 x 8 float64, eps 0.5, seed 0"),
         ("dicts, prints", "--shape 3 5 --dtype float32", "x 3 x 5 float32, eps 1e-05, seed 0"),
-        (
-            "accumulated, with a rate",
-            "--shape 3 4 5",
-            "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5",
-        ),
+        ("accumulated, with a rate", "--shape 3 4 5", "Norm(5).forward(x), .back|x 3 x 4 x 5"),
     ],
 )
 def test_what_was_assumed_is_said(style, options, words, capsys):
@@ -271,10 +264,7 @@ def test_code_that_cannot_be_run_is_one_line(text, options, message, capsys):
         ("dx", "must return dx, dgamma, dbeta, got one array of shape 2 x 3 x 8\n"),
         ("dx, dgamma", "must return dx, dgamma, dbeta, got tuple of 2\n"),
         ("dx, None, dbeta", "must return dx, dgamma, dbeta, got tuple of 3: no dgamma\n"),
-        (
-            "{'dx': dx, 'dw': dgamma}",
-            "must return dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n",
-        ),
+        ("{'dx': dx, 'dw': dgamma}", "dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n"),
         ("{3: dx}", "got dict of 3: no dx"),
         ("dx, dgamma, 'no'", ""),
         ("dx.astype(complex), dgamma, dbeta", ""),
@@ -336,8 +326,7 @@ MADE += "P(data=np.zeros(n), grad=None)"
 # How parameters are made and read, and where their gradients go.
 PLACES = {
     "lists": (LIST, "self.params", "self.grads = [dgamma, dbeta]"),
-    "tuples": (
-        "self.params = np.ones(n), np.zeros(n)", "self.params", "self.grads = dgamma, dbeta"),
+    "tuples": ("self.params = np.ones(n), np.zeros(n)", "self.params", "self.grads = dgamma, dbeta"),
     "attributes and lists": (
         "self.gamma, self.beta = np.ones(n), np.zeros(n); self.params = [self.beta, self.gamma]",
         "self.params[::-1]", "self.grads = [dbeta, dgamma]"),
@@ -500,8 +489,7 @@ def test_a_backward_that_raises_fails(capsys):
     assert "FAIL: wrong gradient of x, gamma and beta" in (out := shown(capsys)[0])
     assert "backward raised TypeError: grads() takes 4 positional arguments but 5 were given" in out
     assert json.loads(Path("r.json").read_text())["report"]["verdict"] == "FAIL"
-    dot = "def layer_norm_forward(x, gamma, beta, eps):\n    return x, x\n"
-    dot += "def layer_norm_backward(dy, cache):\n    return dy @ dy,"
+    dot = f"{FORWARD}return x, x{BACKWARD}return dy @ dy,"
     assert main(["check", write(dot), "--shape", "2", "3"]) == 1
     assert "backward raised ValueError: matmul" in (out := shown(capsys)[0])
     assert "at mine.py:4" in out

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import ml_dtypes
@@ -60,13 +61,8 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
         for seed in range(9):
             x, gamma, beta = data(seed, (4, 8 + seed), offset)
             seen.clear()
-            check_gradients(
-                lambda x, gamma=gamma, beta=beta: forward(x, gamma, beta),
-                lambda dy, cache: backward(dy, cache)[:1],
-                [x],
-                rng=seed,
-                max_elements=200,
-            )
+            of_x = partial(forward, gamma=gamma, beta=beta)
+            check_gradients(of_x, lambda *a: backward(*a)[:1], [x], rng=seed, max_elements=200)
             comparer, estimates = seen[0]
             # From re-centred rows: its error, u times a few, is far below what is measured.
             case = Case(x, gamma, beta, 1e-5, comparer.loss.cotangent())
@@ -260,12 +256,8 @@ def test_hard_inputs_are_no_false_alarm(name, dtype):
     for eps in (case.eps, 1e300):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            report = check_gradients(
-                lambda *args, eps=eps: layer_norm_forward(*args, eps),
-                layer_norm_backward,
-                [case.x, case.gamma, case.beta],
-                rng=0,
-            )
+            ours = partial(layer_norm_forward, eps=eps)
+            report = check_gradients(ours, layer_norm_backward, case[:3], rng=0)
         # A derivative that is too large for its dtype is infinite, and a gradient must be finite.
         too_large = any("got inf" in result.message for result in report.arguments)
         assert report.verdict != "FAIL" or (name == "F16" and too_large), str(report)
@@ -325,7 +317,6 @@ FAULTS = [
     (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
     (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
     (lambda x: ([x, [1]], x), cosine, "returns", "y that forward returns"),
-    (lambda x: (x * 1j, x), cosine, "returns", "got complex128"),
     (lambda x: (None, x), cosine, "returns", "got object"),
     (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), cosine,
      "forward is deterministic", "y differs by"),

@@ -10,14 +10,7 @@ import numpy as np
 
 from stablenorm.check import roles
 from stablenorm.check.operation import copies
-from stablenorm.check.roles import (
-    NAMES,
-    PARAMETERS,
-    gradient_role,
-    gradients_by_role,
-    key_of,
-    role_of,
-)
+from stablenorm.check.roles import NAMES, PARAMETERS, gradient_role, key_of, role_of
 from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -63,7 +56,7 @@ def adapt_functions(
     @functools.wraps(backward)
     def pull(*args: Any, **options: Any) -> Any:
         returned = backward(*args, **options)
-        return _complete(gradients_by_role(returned, takes), takes, returned, ("x", *takes))
+        return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
     usual_forward, usual_backward, takes = roles.adapt(call, pull)
     signature = ", ".join(map(roles.spelled, (forward, backward)))
@@ -137,7 +130,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         found = _stored_gradients(instance, takes)
         # A single array, or a list of one, is dx, and the others are stored.
         is_one = isinstance(returned, np.ndarray) or (type(returned) is list and len(returned) == 1)
-        found |= gradients_by_role(returned, () if is_one else takes)
+        found |= roles.gradients_by_role(returned, () if is_one else takes)
         for role in found.keys() & set(takes):
             # The shape that the class itself gave the parameter is as it should be.
             if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
@@ -192,15 +185,11 @@ def _attributes(instance: Any) -> dict[str, Any]:
     return {name: value for name, value in held if not callable(value)}
 
 
-def _is_parameter(value: Any) -> bool:
-    return isinstance(getattr(value, "data", None), np.ndarray) and hasattr(value, "grad")
-
-
 def _held(name: str, value: Any, put: Callable[[Any], object]) -> _Member:
     # Some put a parameter and its gradient into an object: its data and grad.
-    if not _is_parameter(value):
-        return _Member(name, value, put)
-    return _Member(name, value.data, partial(setattr, value, "data"), value.grad)
+    if isinstance(getattr(value, "data", None), np.ndarray) and hasattr(value, "grad"):
+        return _Member(name, value.data, partial(setattr, value, "data"), value.grad)
+    return _Member(name, value, put)
 
 
 def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
