@@ -275,7 +275,6 @@ def power(first=1, second=1, third=1, layer=True):
 XHAT = "the xhat term has rstd^-1 in place of rstd in dx"
 POWERS = [
     (power(third=-1), XHAT),
-    (power(third=-1, layer=False), XHAT),
     (power(third=3), "the xhat term has rstd^3 in place of rstd in dx"),
     (power(second=0), "the mean of g has rstd^0 in place of rstd in dx"),
     (power(second=2), "the mean of g has rstd^2 in place of rstd in dx"),
@@ -285,13 +284,14 @@ POWERS = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "said"), POWERS, ids=range(len(POWERS)))
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_wrong_power_of_rstd_is_named(wrong, said, dtype):
-    rms = wrong is POWERS[1][0]
-    judge, front = (check_rms_norm, rms_forward) if rms else (check_layer_norm, forward)
-    report = judge(front, wrong, *data(0, dtype=dtype), rng=0)
-    assert report.diagnosis == (said,), str(report)
+def test_a_wrong_power_of_rstd_is_named(dtype):
+    for wrong, said in POWERS:
+        report = check_layer_norm(forward, wrong, *data(0, dtype=dtype), rng=0)
+        assert report.diagnosis == (said,), str(report)
+    wrong = power(third=-1, layer=False)
+    report = check_rms_norm(rms_forward, wrong, *data(0, dtype=dtype), rng=0)
+    assert report.diagnosis == (XHAT,), str(report)
 
 
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinite")])

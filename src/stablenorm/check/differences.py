@@ -103,7 +103,7 @@ class _Row(NamedTuple):
     size: float
     slope: float
     bend: float
-    # What noise may do to `numeric`.
+    # Noise may move `numeric` by so much.
     noise: float = math.inf
 
 

@@ -145,7 +145,7 @@ class CallRules:
         if cache is None:
             return ""
         copied, moved = None, loss.arguments()
-        # Not everything can be copied, and a closure is its own copy, with all in it.
+        # Some objects cannot be copied; a closure is its own copy, with all in it.
         with suppress(Exception):
             copied = copy.deepcopy(cache)
         arrays = set(map(id, _arrays_in(copied)))

@@ -82,7 +82,7 @@ void do_parts(int thread) {
 }
 
 [[noreturn]] void help(int thread) {
-    DefaultControl control;
+    DefaultControl control;  // the thread that starts a helper hands it its own
     unsigned seen = 0;
     auto until = Clock::now() + SPIN;
     for (unsigned turns = 1;; turns++) {

@@ -139,7 +139,7 @@ def _put(x: Array, columns: Any, values: Any, rows: Any = slice(None)) -> Array:
 
 
 class _Draw:
-    """What inputs are made of: a format `f` of `p` bits, its ulp of 1, its smallest number, a shape."""
+    """The parts of inputs: a format `f` of `p` bits, its ulp of 1, its smallest number, a shape."""
 
     def __init__(self, f: Format, shape: tuple[int, int], rng: Random):
         self.f, self.p, self.shape, self.rng = f, f.digits, shape, rng
