@@ -10,7 +10,6 @@ from stablenorm.arrays import Arrays
 from stablenorm.backends import arrays_of, plain, run
 from stablenorm.call import Backward
 from stablenorm.functional.checks import (
-    are_rooms,
     asked_names,
     check_cache,
     check_sum_axes,
@@ -44,12 +43,11 @@ def backward(
 ) -> Gradients:
     """Return the requested gradients."""
     out = tuple(out) if type(out) is list else out
-    if out is None or are_rooms(out, dy, cache, dsum):
-        found: Gradients | None = plain("backward")(
-            dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
-        )
-        if found is not None:
-            return found
+    found: Gradients | None = plain("backward")(
+        dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
+    )
+    if found is not None:
+        return found
     check_cache(cache, dy, kind)
     arrays, (x, norm, axes, _, name, _) = arrays_of(cache.backend), cache
     dy = of_shape(arrays, "dy", dy, x.shape, "the y of this cache")

@@ -206,32 +206,6 @@ def refuse_overlap(
             raise ValueError(msg)
 
 
-def is_room(out: Any, like: Any, *others: Any) -> bool:
-    """Tell at once whether `out` can take a result like an array and shares no memory; if not, other checks follow."""
-    if type(out) is not np.ndarray or type(like) is not np.ndarray:
-        return False
-    if out.dtype != like.dtype or out.shape != like.shape or not out.flags.writeable:
-        return False
-    arrays = [each for each in others if each is not None]
-    return all(type(each) is np.ndarray for each in arrays) and not any(
-        np.may_share_memory(out, each) for each in arrays
-    )
-
-
-def are_rooms(out: Any, dy: Any, cache: Cache, dsum: Any) -> bool:
-    """Tell the same about the three entries of `out`; dx may be dy itself if nothing reads dy again."""
-    if not isinstance(out, tuple) or len(out) != 3 or type(cache) is not Cache:
-        return False
-    dx, dgamma, dbeta = out
-    x, (gamma, beta), others = cache.x, cache.norm[:2], (cache.x, cache.norm.gamma, dsum)
-    is_over = dx is dy and cache.norm.rounding == "fast" and x.dtype != np.float64
-    return (
-        (dx is None or is_room(dx, x, *others, None if is_over else dy))
-        and (dgamma is None or is_room(dgamma, gamma, *others, dy, dx))
-        and (dbeta is None or is_room(dbeta, beta, *others, dy, dx, dgamma))
-    )
-
-
 def checked_out(out: Any, likes: Sequence[Array | None], accumulate: bool) -> tuple[Any, ...]:
     """Return the three entries of `out`; `accumulate` requires those of the gradients that are asked for."""
     if out is not None and not np.iterable(out):

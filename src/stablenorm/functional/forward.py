@@ -10,7 +10,6 @@ from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
 from stablenorm.functional.checks import (
     checked_norm,
-    is_room,
     of_shape,
     refuse_cuda,
     refuse_overlap,
@@ -37,9 +36,7 @@ def forward(
     threads: int | None = None,
 ) -> tuple[Array, Any]:
     """Return y and the cache, None without `keep`; then y may overwrite x."""
-    if (backend is None or backend == "native") and (
-        out is None or _is_room(out, x, norm, keep, residual)
-    ):
+    if backend is None or backend == "native":
         found: tuple[Array, Any] | None = plain("forward")(
             x, norm, axis, out, backend, keep, residual, where, threads
         )
@@ -75,12 +72,6 @@ def forward(
         return y, None
     kept = x if total is None else total
     return y, _new(Cache, (kept, norm, axes, statistics, name, where))
-
-
-def _is_room(out: Any, x: Any, norm: Norm, keep: bool, residual: Any) -> bool:
-    """Tell at once whether kernels may write y into `out`; it may be x itself if nothing needs x again."""
-    is_over = out is x and norm.rounding == "fast" and not (keep and residual is None)
-    return is_room(out, x, norm.gamma, norm.beta, residual, None if is_over else x)
 
 
 def _reworded(

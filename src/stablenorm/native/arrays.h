@@ -60,11 +60,36 @@ bool have_one_shape(PyArrayObject* a, PyArrayObject* b) {
     return ndim == PyArray_NDIM(b) && !memcmp(PyArray_DIMS(a), PyArray_DIMS(b), (size_t)ndim * sizeof(npy_intp));
 }
 
-// Whether an array can take results as distinct plain rows; the caller has checked its shape and memory.
+// Whether an array can take results as distinct plain rows.
 bool see_room(PyObject* object, Rows& rows) {
     if (!see_rows(object, rows)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
     return rows.stride >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
+}
+
+// Whether None or an array cannot share a byte with another array: the bytes between their first and last are apart.
+bool are_apart(PyArrayObject* a, PyObject* other) {
+    if (!is_given(other)) return true;
+    if (!PyArray_Check(other)) return false;
+    PyArrayObject* both[] = {a, (PyArrayObject*)other};
+    const char *first[2], *last[2];
+    for (int i = 0; i < 2; i++) {
+        first[i] = PyArray_BYTES(both[i]), last[i] = first[i] + PyArray_ITEMSIZE(both[i]);
+        for (int k = 0; k < PyArray_NDIM(both[i]); k++) {
+            Index way = (PyArray_DIM(both[i], k) - 1) * PyArray_STRIDE(both[i], k);
+            (way < 0 ? first : last)[i] += way;
+        }
+    }
+    return last[0] <= first[1] || last[1] <= first[0];
+}
+
+// Whether the user's array `out` can take a result like another array, and is apart from others.
+bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
+    if (!PyArray_CheckExact(out) || !is_given(like)) return false;
+    PyArrayObject *a = (PyArrayObject*)out, *b = (PyArrayObject*)like;
+    bool fits = PyArray_TYPE(a) == PyArray_TYPE(b) && have_one_shape(a, b) && PyArray_ISWRITEABLE(a);
+    for (PyObject* each : others) fits = fits && are_apart(a, each);
+    return fits;
 }
 
 // ---- memory of large results, by NumPy's own interface for it ----

@@ -172,7 +172,13 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!jobs::kernels || !is_last || is_given(args[WHERE]) || !see_x(args[X], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
     if (!see_norm(args[OF_NORM], c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
     PyArrayObject* x = (PyArrayObject*)args[X];
-    PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None;
+    PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None, *norm = args[OF_NORM];
+    if (is_given(out) && !is_more) {
+        // y may overwrite x if nothing reads x again.
+        bool is_over = out == args[X] && !c.nearest && (!keep || c.plus.data);
+        PyObject *gamma = field(norm, of_norm.gamma), *beta = field(norm, of_norm.beta);
+        if (!is_room(out, args[X], {is_over ? Py_None : args[X], gamma, beta, args[RESIDUAL]})) return declined();
+    }
     if (is_given(out) && !see_room(out, c.y)) return declined();
     Owned own;
     PyObject* y = own(result_like(out, x));
@@ -267,8 +273,11 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* results[] = {Py_None, Py_None, Py_None};
     for (int i = 0; i < 3; i++) {
         PyObject* given = is_given(out) ? field(out, i) : Py_None;
-        // `functional` judges an out for a gradient that is not wanted.
+        // `functional` judges an out for a gradient that is not wanted, or that is not like it or apart from all others.
         if (is_given(given) && !wanted[i]) return declined();
+        // dx may overwrite dy if nothing reads dy again.
+        PyObject* read = given == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
+        if (is_given(given) && !is_more && !is_room(given, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]})) return declined();
         if (!wanted[i] || !(is_given(given) || is_given(likes[i]))) continue;
         results[i] = own(result_like(given, (PyArrayObject*)likes[i]));
         if (!results[i]) return nullptr;
