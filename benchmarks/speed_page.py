@@ -73,8 +73,8 @@ HOW = """How to read it:
 - A time is the median over rounds, in two digits, with the quartiles in brackets. In a round every
   candidate runs once, in an order that rotates. Before each sample there is a pause and 10 ms of calls
   that are not counted. A sample lasts 0.3 ms or one call, whichever is longer (`stablenorm.timing`).
-- "1.6x faster": theirs takes 1.6 times as long as ours. **"1.2x slower"**, in bold: ours takes 1.2 times
-  as long as theirs. "level": the intervals between the quartiles overlap.
+- "1.6x faster": their median is 1.6 times ours. **"1.2x slower"**, in bold: our median is 1.2 times theirs.
+  "level": less than 1.05. A "~" before the figure: the intervals between the quartiles overlap.
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
   `layer_norm_backward(dy, cache)`, all three gradients, with {threads} threads. Results of 1 MiB or
   more come from recycled memory ([Reusing memory](../how-to/memory.md#reusing-memory)). "out=": results are
@@ -89,6 +89,9 @@ HOW = """How to read it:
 - Before a case is timed, its results are compared. The exact oracle checks that some of our rows keep the accuracy
   contract. A peer must be within 16 roundings of its dtype, relative to the magnitudes of the terms
   (`benchmarks/agreement.py`). {agreement}"""
+
+# Medians that differ by less are called level: two runs of one case differ by 2 to 4 %.
+LEVEL = 1.05
 
 KEPT = """jemalloc is preloaded, as PyTorch's tuning guide recommends, with `dirty_decay_ms:-1` and
 `muzzy_decay_ms:-1`, so that it never returns a page. Our recycling is off. Both sides then use the
@@ -113,14 +116,15 @@ def pairs(results: Iterable[Result], suite: str) -> Pairs:
 
 
 def compared(peer: Spread | None, ours: Spread) -> str:
-    """Say who is faster, and how much; level where the quartiles overlap."""
+    """Say whose median is faster, and how much; with a mark where the quartiles overlap."""
     if peer is None:
         return "-"
-    if peer.low <= ours.high and ours.low <= peer.high:
-        return "level"
     ratio = max(peer.seconds / ours.seconds, ours.seconds / peer.seconds)
-    # 1.04 in two digits would be "1.0x", which says nothing.
-    times = digits(ratio, 3 if ratio < 1.1 else 2)
+    if ratio < LEVEL:
+        return "level"
+    mark = "~" if peer.low <= ours.high and ours.low <= peer.high else ""
+    # 1.06 in two digits would be "1.1x".
+    times = mark + digits(ratio, 3 if ratio < 1.1 else 2)
     return f"{times}x faster" if peer.seconds > ours.seconds else f"**{times}x slower**"
 
 
