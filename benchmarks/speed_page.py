@@ -90,7 +90,7 @@ HOW = """How to read it:
   contract. A peer must be within 16 roundings of its dtype, relative to the magnitudes of the terms
   (`benchmarks/agreement.py`). {agreement}"""
 
-# Medians that differ by less are called level: two runs of one case differ by 2 to 4 %.
+# Medians that differ by less are called level.
 LEVEL = 1.05
 
 KEPT = """jemalloc is preloaded, as PyTorch's tuning guide recommends, with `dirty_decay_ms:-1` and

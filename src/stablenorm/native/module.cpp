@@ -13,37 +13,23 @@ constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
 enum { NORM, CACHE, STATISTICS, GRADIENTS, ALL_NAMES, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, GIVEN };
 PyObject* given_once[GIVEN];
 
-// The places of the fields of Python's named tuples, looked up by name.
-struct {
-    Py_ssize_t gamma, beta, eps, kind, gamma_offset, rounding;
-} of_norm;
-struct {
-    Py_ssize_t x, norm, axis, statistics, backend, where;
-} of_cache;
-enum Word { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, SPREAD, EXPONENT, WORDS };
-constexpr Index FLOAT_WORDS = EXPONENT;
-Py_ssize_t of_statistics[WORDS];
-
-bool find_fields(int type, std::initializer_list<const char*> names, Py_ssize_t* places) {
-    PyObject* fields = PyObject_GetAttrString(given_once[type], "_fields");
-    bool found = fields;
-    for (const char* each : names) {
-        PyObject* name = found ? PyUnicode_FromString(each) : nullptr;
-        found = name && (*places++ = PySequence_Index(fields, name)) >= 0;
-        Py_XDECREF(name);
-    }
-    Py_XDECREF(fields);
-    return found;
-}
+// The fields of Python's named tuples, in their order.
+struct of_norm {
+    enum { gamma, beta, eps, kind, gamma_offset, rounding };
+};
+struct of_cache {
+    enum { x, norm, axis, statistics, backend, where, fields };
+};
+struct of_statistics {
+    enum { mean, mean_lo, rstd, rstd_lo, mean_tail, spread, exponent, fields };
+};
+constexpr Index WORDS = of_statistics::exponent;  // float64 vectors
 
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != GIVEN) return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", GIVEN, count);
     for (int i = 0; i < GIVEN; i++) given_once[i] = Py_NewRef(args[i]);
     default_limit = Py_NewRef(args[DEFAULT_LIMIT]);
-    bool found = find_fields(NORM, {"gamma", "beta", "eps", "kind", "gamma_offset", "rounding"}, &of_norm.gamma) &&
-                 find_fields(CACHE, {"x", "norm", "axis", "statistics", "backend", "where"}, &of_cache.x) &&
-                 find_fields(STATISTICS, {"mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "spread", "exponent"}, of_statistics);
-    return found ? Py_NewRef(Py_None) : nullptr;
+    return Py_NewRef(Py_None);
 }
 
 // ---- Python's objects ----
@@ -95,14 +81,14 @@ bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& typ
 
 bool see_norm(PyObject* of, Call& c) {
     if (!is_a(of, NORM)) return false;
-    PyObject *eps = field(of, of_norm.eps), *offset = field(of, of_norm.gamma_offset);
+    PyObject *eps = field(of, of_norm::eps), *offset = field(of, of_norm::gamma_offset);
     if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset)) return false;
-    c.eps = PyFloat_AsDouble(eps), c.gamma_offset = PyFloat_AsDouble(offset), c.rms = is_word(field(of, of_norm.kind), "rms");
-    c.nearest = is_word(field(of, of_norm.rounding), "nearest");
-    bool known = c.nearest || is_word(field(of, of_norm.rounding), "fast"), finite = c.gamma_offset - c.gamma_offset == 0;
+    c.eps = PyFloat_AsDouble(eps), c.gamma_offset = PyFloat_AsDouble(offset), c.rms = is_word(field(of, of_norm::kind), "rms");
+    c.nearest = is_word(field(of, of_norm::rounding), "nearest");
+    bool known = c.nearest || is_word(field(of, of_norm::rounding), "fast"), finite = c.gamma_offset - c.gamma_offset == 0;
     return known && finite && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
-           see_parameter(field(of, of_norm.gamma), c, c.gamma, c.gamma_type, c.gamma_stride) &&
-           see_parameter(field(of, of_norm.beta), c, c.beta, c.beta_type, c.beta_stride) && (c.gamma || c.gamma_offset == 0);
+           see_parameter(field(of, of_norm::gamma), c, c.gamma, c.gamma_type, c.gamma_stride) &&
+           see_parameter(field(of, of_norm::beta), c, c.beta, c.beta_type, c.beta_stride) && (c.gamma || c.gamma_offset == 0);
 }
 
 // The rows of x, in so many samples.
@@ -121,13 +107,14 @@ bool see_like_x(PyObject* object, PyObject* x, Rows& rows) {
 
 // The float64 vectors of the statistics that a call has.
 struct Words {
-    double** places[FLOAT_WORDS] = {};
+    double** places[WORDS] = {};
     explicit Words(Call& c) {
-        if (!c.rms) places[MEAN] = &c.mean, places[MEAN_LO] = &c.rest;
-        places[RSTD] = &c.rstd;
-        if (c.x.type == F64) places[RSTD_LO] = &c.rstd_low;
-        if (c.x.type == F64 && !c.rms) places[MEAN_TAIL] = &c.tail;
-        if (c.nearest) places[SPREAD] = &c.spread;
+        using of = of_statistics;
+        if (!c.rms) places[of::mean] = &c.mean, places[of::mean_lo] = &c.rest;
+        places[of::rstd] = &c.rstd;
+        if (c.x.type == F64) places[of::rstd_lo] = &c.rstd_low;
+        if (c.x.type == F64 && !c.rms) places[of::mean_tail] = &c.tail;
+        if (c.nearest) places[of::spread] = &c.spread;
     }
 };
 
@@ -153,11 +140,11 @@ bool run(Call& c, PyObject* threads) {
 // ---- forward ----
 
 PyObject* new_statistics(const Call& c, Words& words) {
-    PyObject* kept = PyTuple_New(WORDS);
-    for (int i = 0; kept && i < WORDS; i++) {
-        double** place = i < FLOAT_WORDS ? words.places[i] : nullptr;
+    PyObject* kept = PyTuple_New(of_statistics::fields);
+    for (int i = 0; kept && i < of_statistics::fields; i++) {
+        double** place = i < WORDS ? words.places[i] : nullptr;
         PyObject* word = place ? new_vector(c.samples * c.rows, NPY_DOUBLE, *place) : Py_NewRef(Py_None);
-        if (!word || PyTuple_SetItem(kept, of_statistics[i], word) < 0) return Py_DECREF(kept), nullptr;
+        if (!word || PyTuple_SetItem(kept, i, word) < 0) return Py_DECREF(kept), nullptr;
     }
     return kept;
 }
@@ -176,7 +163,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (is_given(out) && !is_more) {
         // y may overwrite x if nothing reads x again.
         bool is_over = out == args[X] && !c.nearest && (!keep || c.plus.data);
-        PyObject *gamma = field(norm, of_norm.gamma), *beta = field(norm, of_norm.beta);
+        PyObject *gamma = field(norm, of_norm::gamma), *beta = field(norm, of_norm::beta);
         if (!is_room(out, args[X], {is_over ? Py_None : args[X], gamma, beta, args[RESIDUAL]})) return declined();
     }
     if (is_given(out) && !see_room(out, c.y)) return declined();
@@ -202,9 +189,9 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!kept) return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
     PyObject *values[] = {source, args[OF_NORM], own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), kept, own(PyUnicode_FromString("native")), Py_None};
-    PyObject* cache = own(PyTuple_New(6));
-    for (int i = 0; cache && i < 6; i++)
-        if (!values[i] || PyTuple_SetItem(cache, (&of_cache.x)[i], Py_NewRef(values[i])) < 0) return nullptr;
+    PyObject* cache = own(PyTuple_New(of_cache::fields));
+    for (int i = 0; cache && i < of_cache::fields; i++)
+        if (!values[i] || PyTuple_SetItem(cache, i, Py_NewRef(values[i])) < 0) return nullptr;
     cache = cache ? own(as_named(CACHE, Py_NewRef(cache))) : nullptr;
     return cache ? PyTuple_Pack(2, y, cache) : nullptr;
 }
@@ -213,14 +200,14 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // The statistics of a cache of a forward of plain rows.
 bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
-    if (!is_a(of, CACHE) || is_given(field(of, of_cache.where)) || !is_word(field(of, of_cache.backend), "native")) return false;
-    PyObject *x = field(of, of_cache.x), *axes = field(of, of_cache.axis), *kept = field(of, of_cache.statistics);
-    if (!see_x(x, samples, c) || !see_norm(field(of, of_cache.norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
+    if (!is_a(of, CACHE) || is_given(field(of, of_cache::where)) || !is_word(field(of, of_cache::backend), "native")) return false;
+    PyObject *x = field(of, of_cache::x), *axes = field(of, of_cache::axis), *kept = field(of, of_cache::statistics);
+    if (!see_x(x, samples, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
     bool is_last = PyTuple_Size(axes) == 1 && PyLong_AsLong(field(axes, 0)) == PyArray_NDIM((PyArrayObject*)x) - 1;
     Index rows = c.samples * c.rows;
     Words words(c);
-    for (int i = 0; is_last && i < FLOAT_WORDS; i++) {
-        PyArrayObject* word = (PyArrayObject*)field(kept, of_statistics[i]);
+    for (int i = 0; is_last && i < WORDS; i++) {
+        PyArrayObject* word = (PyArrayObject*)field(kept, i);
         if (!words.places[i]) continue;
         bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
         if (!usable || PyArray_SIZE(word) != rows) return false;
@@ -263,13 +250,13 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (is_given(args[SUM_AXES]) || is_given(args[DMEAN]) || is_given(args[DRSTD])) return declined();
     if (!jobs::kernels || args[ACCUMULATE] != Py_False || !see_names(args[WRT], wanted)) return declined();
     if (!see_cache(args[OF_CACHE], args[KIND], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
-    PyObject *x = field(args[OF_CACHE], of_cache.x), *norm = field(args[OF_CACHE], of_cache.norm), *out = args[OUT], *dy = args[DY];
+    PyObject *x = field(args[OF_CACHE], of_cache::x), *norm = field(args[OF_CACHE], of_cache::norm), *out = args[OUT], *dy = args[DY];
     if (!see_like_x(dy, x, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c.plus)) return declined();
     if (is_given(out) && !(PyTuple_Check(out) && PyTuple_Size(out) == 3)) return declined();
     c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.in_pairs = c.x.type == F64;
 
     Owned own;
-    PyObject* likes[] = {x, field(norm, of_norm.gamma), field(norm, of_norm.beta)};
+    PyObject* likes[] = {x, field(norm, of_norm::gamma), field(norm, of_norm::beta)};
     PyObject* results[] = {Py_None, Py_None, Py_None};
     for (int i = 0; i < 3; i++) {
         PyObject* given = is_given(out) ? field(out, i) : Py_None;
@@ -284,7 +271,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
     if (!c.in_pairs) c.in_pairs = jobs::has_huge_dy(c);
-    PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache.statistics);
+    PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache::statistics);
     if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
     if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
     c.y.type = c.x.type;
