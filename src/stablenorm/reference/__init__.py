@@ -61,14 +61,10 @@ def backward(call: Backward) -> None:
     partial = [
         each if each is None or is_partial else np.zeros(each.shape, PARTIAL) for each in sums
     ]
-    summed = some._replace(dx=None, dgamma=partial[0], dbeta=partial[1], sums="pairs")
-    blocks.backward(summed)
-    # The sums come first: dx may be written over dy.
-    uncertified.finish_backward(call._replace(dx=None), rows, None, rows, partial)
+    blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
     if call.dx is not None:
-        blocks.backward(some._replace(dgamma=None, dbeta=None))
         call.dx[inside] = some.dx
-        uncertified.finish_backward(call._replace(dgamma=None, dbeta=None), rows, None)
+    uncertified.finish_backward(call, rows, None, rows, partial)
 
 
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
