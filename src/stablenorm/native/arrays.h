@@ -60,11 +60,12 @@ bool have_one_shape(PyArrayObject* a, PyArrayObject* b) {
     return ndim == PyArray_NDIM(b) && !memcmp(PyArray_DIMS(a), PyArray_DIMS(b), (size_t)ndim * sizeof(npy_intp));
 }
 
-// Whether an array can take results as distinct plain rows.
+// Whether an array can take results as distinct plain rows, in either direction.
 bool see_room(PyObject* object, Rows& rows) {
     if (!see_rows(object, rows)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
-    return rows.stride >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
+    Index apart = rows.stride < 0 ? -rows.stride : rows.stride;
+    return apart >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
 }
 
 // Whether None or an array cannot share a byte with another array: the bytes between their first and last are apart.
