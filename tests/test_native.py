@@ -140,6 +140,16 @@ def test_results_that_are_written_close_to_what_is_read_have_the_same_bits(dtype
             assert out.tobytes() == dx.tobytes()
 
 
+@pytest.mark.parametrize("other", ["float16", "bfloat16", "float32", "float64"])
+def test_residuals_are_rounded_once(dtype, other, rng):
+    """Powers of two beside short numbers are midpoints, and a little more: the reference has other lines for these sums."""
+    x = np.exp2(rng.integers(-12, 12, 4000)) * rng.integers(1, 8, 4000)
+    residual = np.exp2(rng.integers(-60, 4, 4000)) * rng.integers(-3, 4, 4000) * (1 + 2.0**-40)
+    x, residual = x.astype(dtype)[None], residual.astype(getattr(ml_dtypes, other, other))[None]
+    sums = [layer_norm_forward(x, residual=residual, backend=b)[1].x for b in ("native", "numpy")]
+    assert sums[0].tobytes() == sums[1].tobytes()
+
+
 @pytest.mark.parametrize("step", [-1, -3, 3])
 def test_results_in_any_order_of_rows_have_the_same_bits(step, rng):
     """Of one column dx is the residue of rounding g: the reference, where reversed rows went, has another."""

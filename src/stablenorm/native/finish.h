@@ -171,50 +171,53 @@ NOINLINE bool round_pairs(T* out, const double* high, const double* low, const d
     return uncertified;
 }
 
-// Adds a row to results in pairs or, without low parts, in float64. Writes one NaN for all, and 0 as the low part of an
-// infinite sum.
+// Adds a row to results in pairs. Writes one NaN for all, and 0 as the low part of an infinite sum.
 NOINLINE inline void add_row(const double* plus, double* high, double* low, Index n) {
     for (Index j = 0; j < n; j++) {
         Pair<double> sum = two_sum(high[j], plus[j]);
         high[j] = sum.high == sum.high ? sum.high : __builtin_nan("");
-        if (low) low[j] = magnitude(sum.high) < __builtin_inf() ? low[j] + sum.low : 0;
+        low[j] = magnitude(sum.high) < __builtin_inf() ? low[j] + sum.low : 0;
     }
+}
+
+constexpr auto plain_sum = [](pairs::N a, pairs::N b) INLINE_LAMBDA { return a + b; };
+
+// Writes add(a, b), rounded to T; a and b are rows.
+template <class A, class B, class T, class Add> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n, Add add) {
+    Index j = 0;
+    for (; j + 8 <= n; j += 8) store(to + j, add(load<8>(a + j), load<8>(b + j)));
+    if (j < n) store(to + j, add(load<8>(a + j, n - j), load<8>(b + j, n - j)), n - j);
 }
 
 // Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes row i; returns whether one is
 // uncertified.
 NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
-    double* low = c.in_pairs ? own.low : nullptr;
-    if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, low, c.n);
+    bool adds = c.backward && c.plus.data;
+    if (adds && c.in_pairs) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, own.low, c.n);
     return of_type(c.y.type, [&](auto* kind) {
-        auto* to = (decltype(kind))row_of(c.y, i);
-        if (!low) return convert(own.high, to, c.n), false;
-        return round_pairs(to, own.high, low, c.nearest ? own.size : nullptr, bound, c.n);
+        using T = std::remove_pointer_t<decltype(kind)>;
+        T* to = (T*)row_of(c.y, i);
+        if (c.in_pairs) return round_pairs(to, own.high, own.low, c.nearest ? own.size : nullptr, bound, c.n);
+        if (!adds) convert(own.high, to, c.n);
+        else if (c.plus.type == c.y.type) store_sums(own.high, (const T*)row_of(c.plus, i), to, c.n, plain_sum);
+        else store_sums(own.high, row_as<double>(c, c.plus, i, own.addend), to, c.n, plain_sum);
+        return false;
     });
 }
 
-// ---- residuals ----
-
-template <class T, class From> NOINLINE void add_rows(const From* a, const From* b, T* sum, Index n) {
-    auto add = [](pairs::N one, pairs::N other) INLINE_LAMBDA {
-        // The sum of two T of p digits may be rounded twice: float64 has 2 p + 2 (Figueroa, SIGNUM 30, 3 (1995) 21).
-        if constexpr (sizeof(T) == sizeof(From)) return one + other;
-        Pair<pairs::N> s = two_sum(one, other);
-        return odd_sum(s.high, s.low);
-    };
-    Index j = 0;
-    for (; j + 8 <= n; j += 8) store(sum + j, add(load<8>(a + j), load<8>(b + j)));
-    if (j < n) store(sum + j, add(load<8>(a + j, n - j), load<8>(b + j, n - j)), n - j);
-}
-
-// Writes source + plus, rounded once, to row i of x.
+// Writes source + plus, the residual, rounded once, to row i of x.
 NOINLINE inline void add_residual(const Call& c, const Own& own, Index i) {
     bool fits = c.plus.type == c.x.type || BYTES[c.plus.type] < BYTES[c.x.type];
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         T* to = (T*)row_of(c.x, i);
-        if (fits) add_rows((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n);
-        else add_rows(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n);
+        auto odd = [](pairs::N one, pairs::N other) INLINE_LAMBDA {
+            Pair<pairs::N> sum = two_sum(one, other);
+            return odd_sum(sum.high, sum.low);
+        };
+        // The sum of two T of p digits may be rounded twice: float64 has 2 p + 2 (Figueroa, SIGNUM 30, 3 (1995) 21).
+        if (fits) store_sums((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n, plain_sum);
+        else store_sums(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n, odd);
     });
 }
 
