@@ -158,7 +158,7 @@ def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str
         return "NOTE", f"{fault}; x is {shape_text(trial.case.x.shape)} there"
     for each in judged:
         # Rounding explains whatever came, NaN too, where the bound is infinite.
-        known = np.isfinite(each.bounds.careless)
+        known = np.isfinite(each.careless)
         if (wrong := (each.z > 1) & known).any() and each.error > trial.tolerated:
             where = name_pattern(wrong.reshape(each.shape))
             off = f"{each.name} is off by {each.error:.1e} of what it is made of: {where}"
@@ -167,7 +167,7 @@ def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str
     u = worst.expected.u
     # A digit more than the sums of a plain program lose. It loses to an offset what a careful one
     # keeps: to be known, not blamed.
-    kept = worst.error < 10 * unit(max(worst.bounds.value.shape), u)
+    kept = worst.error < 10 * unit(max(worst.value.shape), u)
     if kept or (worst.right and not trial.is_hard):
         return "PASS", ""
     digits = max(0, int(-math.log10(min(worst.error, 1))))

@@ -1,16 +1,16 @@
 """
 Derivatives of a program by differences of the program itself, each with its own error bound.
 
-L = <u, forward(args)> is moved along a direction D of one argument, to x+ = x + step D and
-x- = x - step D, both *formed in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->:
-both differences are exact (of neighbours, by Sterbenz), and L itself is never formed. The secants go
+One argument is moved along D, to x+ = x + step D and x- = x - step D, both *formed in floating point*.
+<u, y+ - y-> is compared with <gradient, x+ - x->: the differences are exact (Sterbenz). The secants go
 through a Richardson tableau in step^2. An entry's bound is its disagreement with its two parents
-(C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75) + sum |weight| * noise / step, with measured noise.
-The entry with the least bound wins, and has a status. "smooth": its bound is small beside the secants.
-"rounding": the derivative is 0 but for rounding. "kink": left and right slope keep their distance.
-"no limit": nothing is known. The page on gradient checking has the reasons.
++ sum |weight| * noise / step, with measured noise. The entry with the least bound wins, and has a
+status. "smooth": its bound is small beside the secants. "rounding": the derivative is 0 but for
+rounding. "kink": left and right slope keep their distance. "no limit": nothing is known. The page on
+gradient checking has the reasons and the sources.
 """
 
+import functools
 import math
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -23,8 +23,8 @@ from stablenorm.check.operation import Argument, Loss
 from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding
 from stablenorm.types import Array
 
-# Steps in units of the argument's scale. At a quarter, the series in step^2 of a normalization still
-# converges fast; at 2^-9 the plain secant has a truncation error of 4e-6.
+# In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges
+# fast; at 2^-9 the plain secant has a truncation error of 4e-6.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
 # Factors of shorter steps, for a kink nearby or a scale that misleads: at 2^-33 of the scale, the
 # rounding of float64 leaves a derivative 6 digits.
@@ -46,16 +46,13 @@ _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
 # deviations of their difference.
 _SIGMAS = 4.0
 
-# Elements compared one by one in an argument too large for all of them: the special places of
-# `places` and about as many random ones; patterns are the business of the probes.
+# Elements compared of an argument too large for all: special places and about as many random ones.
 _SAMPLE = 12
 # A bound coarser than this, relative to the RMS of the gradient, cannot judge: the usual mistakes
 # (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.
 _COARSEST = 1e-3
 
 Status = Literal["smooth", "rounding", "kink", "no limit"]
-# Samples of the rounding noise of u y, and its usual size relative to u y.
-Noise = tuple[list[Array], float]
 # The bound of an entry of the tableau, and its actual and numeric derivative.
 Best = tuple[float, float, float]
 
@@ -114,17 +111,14 @@ class Comparer:
         self.loss, self.argument, self.rng = loss, argument, loss.rng
         self._x, self._gradient = flat(argument.x), flat(argument.gradient)
         self._bounds = loss.rounding_bound(argument.gradient) + more
-        # Noise by length of the steps: long steps see, in part, the function itself.
-        self._noises: dict[float, Noise] = {}
+        # By length of the steps: long steps see, in part, the function itself.
+        self._noise = functools.cache(self._measure_noise)
 
     def compare(self, place: int | None) -> Estimate:
-        """
-        Compare one element, given by its flat index, or along random signs for all (None).
-
-        A wrong gradient differs at all steps from one derivative. Steps that reach past a kink see a
-        mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
-        FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
-        """
+        """Compare one element, given by its flat index, or along random signs for all (None)."""
+        # A wrong gradient differs at all steps from one derivative. Steps that reach past a kink see a
+        # mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
+        # FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
         where = slice(None) if place is None else place
         scale = self.argument.span[where]
         if place is None:
@@ -160,12 +154,8 @@ class Comparer:
             rounding = 2 * norm(self._bounds * scale) + sum_rounding(gradient * scale)
         else:
             rounding, unit = float(self._bounds[where]), float(scale) * factor
-        if factor not in self._noises:
-            self._noises[factor] = self._measure_noise(factor)
-        scale, noises = scale * factor, self._noises[factor]
-        rows: list[_Row] = []
-        tableau: list[Array] = []
-        stale = 0
+        scale, (samples, level) = scale * factor, self._noise(factor)
+        rows, tableau, stale = list[_Row](), list[Array](), 0
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
@@ -177,7 +167,7 @@ class Comparer:
             if not rows:
                 # The first step goes farthest: later ones seldom move an output that it did not.
                 reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
-                noise, apart, usual = self._bound_noise(noises, reach)
+                noise, apart, usual = self._bound_noise(samples, level, reach)
             # Outputs that moved now stand still: the step is below the resolution of the forward
             # (float16 inside, say), and a derivative of zero would be an artefact.
             elif reach.any() and not moved.any():
@@ -193,7 +183,7 @@ class Comparer:
                 break
         status: Status = "no limit"
         if len(rows) > 1 and np.isfinite(best[0]):
-            status = _status(best, rows, usual, noises[1])
+            status = _status(best, rows, usual, level)
         bound, actual, numeric = (each / unit for each in best)
         bound_actual = (apart if rows else math.inf) / unit + rounding
         return Estimate(actual, numeric, bound, bound_actual, status, _wavers(rows))
@@ -228,16 +218,13 @@ class Comparer:
         slope = norm(terms) / (2 * step)
         return _Row(step, numeric, actual, error, ends, size, slope, norm(bends))
 
-    def _measure_noise(self, factor: float) -> Noise:
-        """
-        Return samples of the rounding noise of every output element.
-
-        All elements of the argument move by random multiples of their ulp, so that every rounding is
-        drawn anew: along a line, where high differences leave noise of a known multiple (ECNoise,
-        J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), and by random combinations of
-        tiny moves, where all that is orthogonal to linear effects is noise. The line sees float16
-        inside, but not the rounding of a sum of 8 elements whose equal moves add up to 8 ulp.
-        """
+    def _measure_noise(self, factor: float) -> tuple[list[Array], float]:
+        """Return samples of the rounding noise of every element of u y, and its usual relative size."""
+        # All elements move by random multiples of their ulp, so that every rounding is drawn anew:
+        # along a line, where high differences leave noise of a known multiple (ECNoise of More and
+        # Wild), and by random combinations of tiny moves, where all that is orthogonal to linear
+        # effects is noise. The line sees float16 inside, but not the rounding of a sum of 8 elements
+        # whose equal moves add up to 8 ulp.
         loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
         scale = span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
@@ -271,9 +258,11 @@ class Comparer:
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
 
-    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float, float]:
+    def _bound_noise(
+        self, samples: list[Array], level: float, reach: Array
+    ) -> tuple[float, float, float]:
         """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
-        loss, (samples, level) = self.loss, noise
+        loss = self.loss
         usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
@@ -356,8 +345,8 @@ def places(argument: Argument, max_elements: int, probes: int, rng: Generator) -
     return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
 
-def judge(comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
-    """Turn the comparisons of one argument into its result."""
+def judge(comparer: Comparer, found: list[Estimate]) -> tuple[ArgumentResult, list[Finding]]:
+    """Turn the comparisons of one argument into its result, and say where it has no derivative."""
     name, _, x, span, gradient = comparer.argument
     elements = [each for each in found if each.place is not None]
     # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
@@ -374,41 +363,37 @@ def judge(comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
 
     # The coarsest comparison, those at kinks left out, relative to the size of both sides.
     resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
-    wrong, failing = np.array([each.z > 1 for each in elements]), sum(each.z > 1 for each in found)
-    pattern = f"{wrong.sum()} of the {len(elements)} elements compared"
-    if failing and len(elements) == x.size:
-        pattern = name_pattern(wrong.reshape(x.shape))
+    coarsest = max(_COARSEST, 16 * unit_roundoff(gradient.dtype))
+    bent = [each.place for each in found if each.status == "kink"]
+    at_kinks = sum(place is not None for place in bent)
+    wrong = np.array([each.z > 1 for each in elements])
+    verdict: ArgumentVerdict = "INCONCLUSIVE"
+    pattern = message = ""
+    if failing := sum(each.z > 1 for each in found):
+        verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
+        if len(elements) == x.size:
+            pattern = name_pattern(wrong.reshape(x.shape))
+    elif 2 * at_kinks >= max(len(elements), 1):
+        message = f"not differentiable at {at_kinks} of {len(elements)} elements"
+    elif np.isinf(resolution):
+        loose = sum(not each.judged for each in found) - len(bent)
+        message = f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
+    elif resolution <= coarsest:
+        verdict = "PASS"
+    else:
+        message = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
     worst = max(found, key=lambda each: (each.judged, each.z))
     index = None if worst.place is None else place_of(worst.place, x.shape)
-    message = "" if failing else _doubt(gradient, found, resolution)
-    verdict: ArgumentVerdict = "FAIL" if failing else "INCONCLUSIVE" if message else "PASS"
     counts = len(elements), x.size, len(found) - len(elements), failing
-    rest = resolution, message, "secants", pattern * (failing > 0)
-    return ArgumentResult(name, verdict, *counts, index, *worst[:4], *rest)
-
-
-def kinks(argument: Argument, found: list[Estimate]) -> list[Finding]:
-    """Say where the forward is not differentiable, if it is not."""
-    bent = [each.place for each in found if each.status == "kink"]
-    shown = ["a probe" if p is None else str(place_of(p, argument.x.shape)) for p in bent]
+    rest = resolution, message, "secants", pattern
+    result = ArgumentResult(name, verdict, *counts, index, *worst[:4], *rest)
+    if not bent:
+        return result, []
     # Three are enough to see which.
-    seen = ", ".join(shown[:3]) + f" and {len(bent) - 3} more" * (len(bent) > 3)
-    message = f"not differentiable at {seen}: not judged there"
-    name = f"{argument.name}: the forward is differentiable"
-    return [Finding("smoothness", name, "NOTE", message)] if bent else []
-
-
-def _doubt(gradient: Array, found: list[Estimate], resolution: float) -> str:
-    """Say why there can be no PASS; empty if there can."""
-    statuses = [each.status for each in found if each.place is not None]
-    coarsest = max(_COARSEST, 16 * unit_roundoff(gradient.dtype))
-    if 2 * (bent := statuses.count("kink")) >= max(len(statuses), 1):
-        return f"not differentiable at {bent} of {len(statuses)} elements"
-    if np.isinf(resolution):
-        loose = sum(not each.judged and each.status != "kink" for each in found)
-        return f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
-    coarse = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
-    return coarse * (not resolution <= coarsest)
+    seen = ", ".join("a probe" if p is None else str(place_of(p, x.shape)) for p in bent[:3])
+    message = f"not differentiable at {seen}{f' and {len(bent) - 3} more' * (len(bent) > 3)}"
+    about = f"{name}: the forward is differentiable"
+    return result, [Finding("smoothness", about, "NOTE", f"{message}: not judged there")]
 
 
 def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

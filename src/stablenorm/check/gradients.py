@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.differences import Comparer, judge, kinks, places
-from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
+from stablenorm.check.differences import Comparer, judge, places
+from stablenorm.check.operation import Argument, Backward, FaultError, Loss, Operation, as_array
 from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
 from stablenorm.formats import check_dtype
@@ -19,7 +19,7 @@ NOT_RETURNED = "backward returned None for it"
 
 
 def check_gradients(
-    forward: Forward,
+    forward: Callable[..., Any],
     backward: Backward,
     args: Sequence[Any],
     *,
@@ -112,7 +112,6 @@ def check_gradients(
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
     operation, arrays = Operation(forward, backward), _check_args(args, names)
     spans = _check_scales(scales, arrays)
-    # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
     with np.errstate(all="ignore"):
         try:
             loss = Loss(operation, arrays, spans, rng)
@@ -137,7 +136,7 @@ def check_gradients(
 
 
 def assert_gradients(
-    forward: Forward, backward: Backward, args: Sequence[Any], **options: Any
+    forward: Callable[..., Any], backward: Backward, args: Sequence[Any], **options: Any
 ) -> None:
     """
     Raise AssertionError, with the report, unless `check_gradients`, of the same parameters, says PASS.
@@ -164,11 +163,12 @@ def _check(
     except FaultError as fault:
         form = str(fault)
     results: dict[str, ArgumentResult] = {}
-    for i, label in enumerate(loss.spans):
+    for i, (label, span) in enumerate(loss.spans.items()):
         if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
         else:
-            sound.append(loss.argument(i, np.asarray(gradients[i])))
+            settled = loss.settled(i, np.asarray(gradients[i]))
+            sound.append(Argument(label, i, np.asarray(loss.args[i]), span, settled))
     rules = CallRules(loss, sound)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
@@ -186,8 +186,8 @@ def _check(
             found.append(comparer.compare(place))
             if progress is not None:
                 progress(next(done), total)
-        results[comparer.argument.name] = judge(comparer, found)
-        findings += kinks(comparer.argument, found)
+        results[comparer.argument.name], bent = judge(comparer, found)
+        findings += bent
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():

@@ -107,9 +107,9 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options: dict[str, Any] = {"probes": probes, "max_elements": max_elements, "rng": rng}
-    options |= {"gamma_offset": gamma_offset, "progress": progress}
-    return _check("layer", (forward, backward), (x, gamma, beta, eps), **options)
+    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
+    given = x, gamma, beta, eps
+    return _check("layer", (forward, backward), given, gamma_offset, rng, options)
 
 
 def check_rms_norm(
@@ -119,12 +119,17 @@ def check_rms_norm(
     gamma: Any = None,
     beta: Any = None,
     eps: float = 1e-5,
-    **options: Any,
+    *,
+    gamma_offset: float = 0.0,
+    rng: Any = None,
+    probes: int = 3,
+    max_elements: int = 64,
+    progress: Progress | None = None,
 ) -> GradientReport:
     """
     Check an RMS normalization over the last axis, and name what is wrong with it.
 
-    The parameters are those of `check_layer_norm`, and `options` its keywords.
+    The parameters are those of `check_layer_norm`.
 
     Examples
     --------
@@ -132,16 +137,18 @@ def check_rms_norm(
     >>> check_rms_norm(rms_norm_forward, rms_norm_backward, rng=0).verdict
     'PASS'
     """
-    return _check("rms", (forward, backward), (x, gamma, beta, eps), **options)
+    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
+    given = x, gamma, beta, eps
+    return _check("rms", (forward, backward), given, gamma_offset, rng, options)
 
 
+@np.errstate(all="ignore")
 def _check(
-    kind: str, functions: Any, given: Any, rng: Any = None, **options: Any
+    kind: str, functions: Any, given: Any, gamma_offset: float, rng: Any, options: dict[str, Any]
 ) -> GradientReport:
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
     (forward, backward), (x, gamma, beta, eps) = functions, given
-    gamma_offset = options.pop("gamma_offset", 0.0)
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -165,9 +172,10 @@ def _check(
         lambda *args: forward(*args, eps), backward, [x, gamma, beta], **options
     )
     operation, findings = Operation(forward, backward), list(report.findings)
-    for each in (each.name for each in report.arguments if each.message == NOT_RETURNED):
-        message = "the backward gives none"
-        findings.append(Finding("contract", f"d{each} is checked", "NOTE", message))
+    for each in report.arguments:
+        if each.message == NOT_RETURNED:
+            name = f"d{each.name} is checked"
+            findings.append(Finding("contract", name, "NOTE", "the backward gives none"))
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
@@ -250,21 +258,20 @@ def _identities(judged: dict[str, Judged]) -> list[Finding]:
         said = f"off by {off[row]:.2e}, bound {bound[row]:.2e}"
         found.append(Finding("identities", name, "PASS" if z[row] <= 1 else "FAIL", said))
 
-    with np.errstate(all="ignore"):
-        if "dx" in judged and keep.any():
-            # dx / rstd has the size of g; the share of eps is eps / (var + eps).
-            dx, bound = judged["dx"].actual * of.s, judged["dx"].bounds.careless * of.s
-            if case.kind == "layer":
-                add("sum(dx) = 0", dx[keep], bound[keep])
-            rest = (dx - np.square(np.sqrt(case.eps) / of.s) * of.g) * of.xhat
-            bound *= np.abs(of.xhat)
-            add("sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd", rest[keep], bound[keep])
-        if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
-            weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
-            sides = [(np.ravel(w), judged[each]) for each, w in weights.items() if each in judged]
-            terms = np.hstack([w * np.ravel(each.actual) for w, each in sides])
-            bounds = np.hstack([np.abs(w) * np.ravel(each.bounds.careless) for w, each in sides])
-            add("<gamma, dgamma> + <beta, dbeta> = <dy, y>", terms[None], bounds[None])
+    if "dx" in judged and keep.any():
+        # dx / rstd has the size of g; the share of eps is eps / (var + eps).
+        dx, bound = judged["dx"].actual * of.s, judged["dx"].careless * of.s
+        if case.kind == "layer":
+            add("sum(dx) = 0", dx[keep], bound[keep])
+        rest = (dx - np.square(np.sqrt(case.eps) / of.s) * of.g) * of.xhat
+        bound *= np.abs(of.xhat)
+        add("sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd", rest[keep], bound[keep])
+    if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
+        weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
+        sides = [(np.ravel(w), judged[each]) for each, w in weights.items() if each in judged]
+        terms = np.hstack([w * np.ravel(each.actual) for w, each in sides])
+        bounds = np.hstack([np.abs(w) * np.ravel(each.careless) for w, each in sides])
+        add("<gamma, dgamma> + <beta, dbeta> = <dy, y>", terms[None], bounds[None])
     return found
 
 
@@ -277,7 +284,7 @@ def _about_y(y: Judged) -> str:
         return error + "as if something were kept in float32"
     kind = {"layer": "rms", "rms": "layer"}[case.kind]
     other = Judged("y", y.actual, Expected(case._replace(kind=kind), y.expected.u))
-    if np.isfinite(other.bounds.careless).all() and not other.wrong:
+    if np.isfinite(other.careless).all() and not other.wrong:
         return error + f"it is that of {_KINDS[kind][0]}: say --kind {kind}, or check_{kind}_norm"
     return error + f"this is not the {_KINDS[case.kind][0].split()[1]} normalization asked for"
 
@@ -298,8 +305,8 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
         return replace(result, pattern=pattern, resolution=seen)
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
     message = each.not_finite or "seen by the closed form, too small for finite differences"
-    place, bounds = int(np.argmax(z)), each.bounds
-    actual, value, bound = (float(a.flat[place]) for a in (each.actual, bounds.value, bounds.plain))
+    place = int(np.argmax(z))
+    actual, value, bound = (float(a.flat[place]) for a in (each.actual, each.value, each.plain))
     counts = z.size, result.total, result.probes, int(np.sum(z > 1)), place_of(place, each.shape)
     rest = each.resolution, message * each.wrong, "closed form", pattern
     return ArgumentResult(result.name, verdict, *counts, actual, value, bound, 0.0, *rest)

@@ -13,32 +13,33 @@ from stablenorm.types import Array
 
 # The arguments by name.
 Given = dict[str, Array | None]
-Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]
 
 
 class FaultError(Exception):
-    """A function under test broke its contract; the message is one line, for the report."""
+    """A function under test broke its contract, or `raised`; the message is one line, for the report."""
 
-    # Whether the function raised it.
-    raised = False
+    def __init__(self, message: str, *, raised: bool = False):
+        super().__init__(message)
+        self.raised = raised
 
 
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
-        return function(*args)
+        # Squares may overflow and roots have no value: that is looked at, not warned of.
+        with np.errstate(all="ignore"):
+            return function(*args)
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         # 160 characters, with the words before them, are two lines of a terminal.
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
-        fault = FaultError(f"{name} raised {said}")
-        fault.raised = True
-        raise fault from None
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        msg = f"{name} raised {said}".removesuffix(": ")
+        raise FaultError(msg, raised=True) from None
 
 
 class Operation:
     """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
 
-    def __init__(self, forward: Forward, backward: Backward):
+    def __init__(self, forward: Callable[..., Any], backward: Backward):
         self._forward, self._backward = forward, backward
         self.forward_calls = self.backward_calls = 0
         # A warning about results that do not last; empty where they do.
@@ -46,10 +47,12 @@ class Operation:
         # The latest array of each result as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
 
-    def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
-        """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
+    def forward(
+        self, args: Sequence[Array | None], *eps: float, copy: bool = True
+    ) -> tuple[Array, Any]:
+        """Return (y, cache) for copies of `args`, or for these themselves; a layer norm takes `eps`."""
         self.forward_calls += 1
-        result = _called("forward", self._forward, *args, *extra)
+        result = _called("forward", self._forward, *(copies(args) if copy else args), *eps)
         many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         if many != " of 2":
             msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
@@ -118,23 +121,13 @@ class Loss:
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
-    def arguments(self) -> list[Array | None]:
-        """Copy the arguments, for a call that may modify them."""
-        return copies(self.args)
-
     def forward(self) -> tuple[Array, Any]:
-        """Call the forward; return (y, cache)."""
-        return self.operation.forward(self.arguments())
+        """Call the forward at the arguments; return (y, cache)."""
+        return self.operation.forward(self.args)
 
     def natural_size(self, span: Array) -> float:
         """Return the size of a gradient that makes y change by its own size over a scale."""
         return float(rms(self.u * self.y)) / float(np.median(span))
-
-    def argument(self, position: int, gradient: Array) -> Argument:
-        """Return an argument with its gradient, to be compared."""
-        name, span = [*self.spans.items()][position]
-        x, gradient = np.asarray(self.args[position]), self.settled(position, gradient)
-        return Argument(name, position, x, span, gradient)
 
     def rounding_bound(self, gradient: Array) -> Array:
         """Bound, for each element of a gradient, the error of arithmetic in its dtype; flat."""
@@ -155,15 +148,13 @@ class Loss:
         """Copy a gradient, rounded to the coarsest dtype of it, of its argument and of dy."""
         # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
         dtypes = gradient.dtype, np.asarray(self.args[position]).dtype, self.dtype
-        with np.errstate(over="ignore"):
-            rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
+        rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
         return rounded if np.isfinite(rounded).all() else gradient.copy()
 
     def output(self, position: int, where: Any, values: Array) -> Array:
         """Return y, flat, with the entries `where` of one argument replaced; NaN if there is none."""
-        args = self.arguments()
-        moved = args[position] = np.array(args[position], order="C")
-        moved.reshape(-1)[where] = values.astype(moved.dtype)
+        args, moved = [*self.args], np.array(self.args[position], order="C")
+        moved.reshape(-1)[where], args[position] = values.astype(moved.dtype), moved
         try:
             return flat(as_array("y", self.operation.forward(args)[0], self.shape))
         except FaultError as fault:
