@@ -1,6 +1,5 @@
 """Arithmetic that the checkers share: roundings, sizes and random cotangents."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -27,23 +26,11 @@ def flat(a: Array) -> Array:
     return a.astype(np.float64).reshape(-1)
 
 
-def norm(a: Array) -> float:
-    """Return the root of the sum of squares."""
-    # np.linalg.norm starts threads of its BLAS for 10 000 numbers, which takes 30 times as long as
-    # the sum while others are busy (3 ms on two cores, 2026-11), and its bits depend on their number.
-    return float(np.sqrt(np.sum(np.square(a))))
-
-
 def rms(values: Array, axis: int | None = None) -> Array:
     """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
     largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
     squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
     return np.asarray(largest * np.sqrt(squares))
-
-
-def sum_rounding(terms: Array) -> float:
-    """Bound the error of NumPy's pairwise sum of float64 terms that were computed just before."""
-    return (math.log2(terms.size + 1) + 8) * 2.0**-53 * float(np.sum(np.abs(terms)))
 
 
 def draw(size: int, rng: np.random.Generator) -> Array:

@@ -16,10 +16,15 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.random import Generator
 
-from stablenorm.check.arithmetic import TINIEST, flat, norm, rms, sum_rounding, unit_roundoff
-from stablenorm.check.operation import Argument, Loss
+from stablenorm.check.arithmetic import (
+    TINIEST,
+    flat,
+    rms,
+    tiniest,
+    unit_roundoff,
+)
+from stablenorm.check.operation import Loss
 from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding
 from stablenorm.types import Array
 
@@ -104,13 +109,29 @@ class _Row(NamedTuple):
     noise: float = math.inf
 
 
-class Comparer:
-    """Compares the gradient of one argument along any direction; `more` is added to its bounds."""
+class Argument:
+    """An argument whose gradient is compared along any direction; `span` is its scale, flat."""
 
-    def __init__(self, loss: Loss, argument: Argument, more: Array):
-        self.loss, self.argument, self.rng = loss, argument, loss.rng
-        self._x, self._gradient = flat(argument.x), flat(argument.gradient)
-        self._bounds = loss.rounding_bound(argument.gradient) + more
+    def __init__(self, loss: Loss, position: int, gradient: Array):
+        self.name, self.span = [*loss.spans.items()][position]
+        self.loss, self.position, self._rng = loss, position, loss.rng
+        self.x, self.gradient = np.asarray(loss.args[position]), loss.settled(position, gradient)
+        self._x, self._gradient = flat(self.x), flat(self.gradient)
+        values, u = (
+            np.atleast_1d(self.gradient.astype(np.float64)),
+            unit_roundoff(self.gradient.dtype),
+        )
+        # The size of a gradient that makes y change by its own size over a scale, and what 256
+        # roundings of such a gradient, or of this one, explain.
+        self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
+        self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
+        shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
+        # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
+        terms = max([length for s in shapes for length in s] + [loss.y.size / values.size, 1])
+        half_ulp = np.maximum(u * np.abs(values), tiniest(self.gradient.dtype) / 2)
+        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * (row_rms := rms(values, -1))
+        # How far arithmetic in its dtype may take each element off, flat.
+        self.bounds = np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
         # By length of the steps: long steps see, in part, the function itself.
         self._noise = functools.cache(self._measure_noise)
 
@@ -120,14 +141,14 @@ class Comparer:
         # mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
         # FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
         where = slice(None) if place is None else place
-        scale = self.argument.span[where]
+        scale = self.span[where]
         if place is None:
-            scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
+            scale = scale * self._rng.choice([-1.0, 1.0], scale.size)
         found = self._compare(where, scale, 1.0)
         # Shorter steps say the same of a difference (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
-            if (found.judged and found.z <= 1) or np.min(self.argument.span) * factor < 1e-290:
+            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
                 break
             again = self._compare(where, scale, factor)
             # "rounding" is no answer here: short steps may not move a coarse forward at all.
@@ -151,16 +172,16 @@ class Comparer:
         gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
             # Independent roundings; what is common to a row is random again by the signs.
-            rounding = 2 * norm(self._bounds * scale) + sum_rounding(gradient * scale)
+            rounding = 2 * _norm(self.bounds * scale) + _sum_rounding(gradient * scale)
         else:
-            rounding, unit = float(self._bounds[where]), float(scale) * factor
+            rounding, unit = float(self.bounds[where]), float(scale) * factor
         scale, (samples, level) = scale * factor, self._noise(factor)
         rows, tableau, stale = list[_Row](), list[Array](), 0
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            row = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
+            row = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
             if row is None:
                 continue
             moved = row.ends[0] != row.ends[1]
@@ -193,16 +214,16 @@ class Comparer:
         loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
-            return values.astype(self.argument.x.dtype).astype(np.float64)
+            return values.astype(self.x.dtype).astype(np.float64)
 
         # Symmetric about x exactly: each side takes the step that the other one could make.
         minus = rounded(x - (rounded(x + step * scale) - x))
         plus = rounded(x + (x - minus))
         taken = plus - minus
         # The tableau believes in one direction: rounding x may take it off by a sixteenth.
-        if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
+        if not _norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
-        ends = np.array([loss.output(self.argument.position, where, end) for end in (plus, minus)])
+        ends = np.array([loss.output(self.position, where, end) for end in (plus, minus)])
         if not np.isfinite(ends).all():
             return None
         # The step that was taken; for a single element, this makes `actual` the gradient itself.
@@ -213,10 +234,10 @@ class Comparer:
         off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
         bends = loss.u * (ends[0] + ends[1] - 2 * loss.y) / step
         # 8 roundings: the few operations on `actual` and on the tableau.
-        error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
+        error = _sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
-        slope = norm(terms) / (2 * step)
-        return _Row(step, numeric, actual, error, ends, size, slope, norm(bends))
+        slope = _norm(terms) / (2 * step)
+        return _Row(step, numeric, actual, error, ends, size, slope, _norm(bends))
 
     def _measure_noise(self, factor: float) -> tuple[list[Array], float]:
         """Return samples of the rounding noise of every element of u y, and its usual relative size."""
@@ -225,11 +246,10 @@ class Comparer:
         # Wild), and by random combinations of tiny moves, where all that is orthogonal to linear
         # effects is noise. The line sees float16 inside, but not the rounding of a sum of 8 elements
         # whose equal moves add up to 8 ulp.
-        loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
-        scale = span * factor
+        loss, rng, x, scale = self.loss, self._rng, self._x, self.span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
         smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-        quantum = np.maximum(np.ldexp(2 * unit_roundoff(array.dtype), smallest - 1), TINIEST)
+        quantum = np.maximum(np.ldexp(2 * unit_roundoff(self.x.dtype), smallest - 1), TINIEST)
 
         def moves(size: float, count: int) -> Array:
             ulps = np.maximum(size * scale / quantum, 1)
@@ -238,7 +258,7 @@ class Comparer:
             return np.asarray(np.round(factors * ulps) * quantum)
 
         def outputs(offsets: Array) -> Array:
-            values = [loss.output(place, slice(None), x + each) for each in offsets[1:]]
+            values = [loss.output(self.position, slice(None), x + each) for each in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
             # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)
@@ -263,7 +283,7 @@ class Comparer:
     ) -> tuple[float, float, float]:
         """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
         loss = self.loss
-        usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
+        usual = _norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
         if not np.isfinite(loss.y[places]).all():
@@ -271,9 +291,88 @@ class Comparer:
         terms = [each[:, places] for each in samples]
         variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
         # At least the usual noise of all outputs, in unrelated directions.
-        floor = level * norm((loss.u * reach)[places])
+        floor = level * _norm((loss.u * reach)[places])
         summed, apart = np.maximum(_SIGMAS * np.sqrt(np.max(variances, axis=0)), floor)
         return float(summed), float(apart), usual
+
+    def places(self, max_elements: int, probes: int) -> list[int | None]:
+        """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""
+        if (size := self.x.size) <= max_elements:
+            return list(range(size))
+        n = self.x.shape[-1]
+        # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
+        block = n // 128 * 128
+        extremes = np.abs(self._x).argmax(), np.abs(self._gradient).argmax()
+        special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
+        chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
+        return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
+
+    def judge(self, found: list[Estimate]) -> tuple[ArgumentResult, list[Finding]]:
+        """Turn the comparisons of one argument into its result, and say where it has no derivative."""
+        elements = [each for each in found if each.place is not None]
+        # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
+        # zero (n = 1, a masked input) has no size of its own.
+        known = [each for each in elements if each.judged]
+        typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
+        if all(abs(each.numeric) <= each.bound for each in known):
+            typical = max(typical, self.natural_size)
+        probed = _norm(self._gradient * self.span)
+
+        def coarseness(each: Estimate) -> float:
+            size = probed if each.place is None else max(typical, abs(each.numeric))
+            return float(each.bound / max(size, TINIEST)) if each.judged else np.inf
+
+        # The coarsest comparison, those at kinks left out, relative to the size of both sides.
+        resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
+        coarsest = max(_COARSEST, 16 * unit_roundoff(self.gradient.dtype))
+        bent = [each.place for each in found if each.status == "kink"]
+        at_kinks = sum(place is not None for place in bent)
+        wrong = np.array([each.z > 1 for each in elements])
+        verdict: ArgumentVerdict = "INCONCLUSIVE"
+        pattern = message = ""
+        if failing := sum(each.z > 1 for each in found):
+            verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
+            if len(elements) == self.x.size:
+                pattern = name_pattern(wrong.reshape(self.x.shape))
+        elif 2 * at_kinks >= max(len(elements), 1):
+            message = f"not differentiable at {at_kinks} of {len(elements)} elements"
+        elif np.isinf(resolution):
+            loose = sum(not each.judged for each in found) - len(bent)
+            message = (
+                f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
+            )
+        elif resolution <= coarsest:
+            verdict = "PASS"
+        else:
+            message = (
+                f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
+            )
+        worst = max(found, key=lambda each: (each.judged, each.z))
+        index = None if worst.place is None else place_of(worst.place, self.x.shape)
+        counts = len(elements), self.x.size, len(found) - len(elements), failing
+        rest = resolution, message, "secants", pattern
+        result = ArgumentResult(self.name, verdict, *counts, index, *worst[:4], *rest)
+        if not bent:
+            return result, []
+        # Three are enough to see which.
+        seen = ", ".join(
+            "a probe" if p is None else str(place_of(p, self.x.shape)) for p in bent[:3]
+        )
+        message = f"not differentiable at {seen}{f' and {len(bent) - 3} more' * (len(bent) > 3)}"
+        about = f"{self.name}: the forward is differentiable"
+        return result, [Finding("smoothness", about, "NOTE", f"{message}: not judged there")]
+
+
+def _norm(a: Array) -> float:
+    """Return the root of the sum of squares."""
+    # np.linalg.norm starts threads of its BLAS for 10 000 numbers, which takes 30 times as long as
+    # the sum while others are busy (3 ms on two cores, 2026-11), and its bits depend on their number.
+    return float(np.sqrt(np.sum(np.square(a))))
+
+
+def _sum_rounding(terms: Array) -> float:
+    """Bound the error of NumPy's pairwise sum of float64 terms that were computed just before."""
+    return (math.log2(terms.size + 1) + 8) * 2.0**-53 * float(np.sum(np.abs(terms)))
 
 
 def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
@@ -329,71 +428,6 @@ def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
         best = min(best, (bound, float(entry[0]), float(entry[1])))
     return line, best
-
-
-def places(argument: Argument, max_elements: int, probes: int, rng: Generator) -> list[int | None]:
-    """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""
-    x, size = argument.x, argument.x.size
-    if size <= max_elements:
-        return list(range(size))
-    n = x.shape[-1]
-    # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
-    block = n // 128 * 128
-    extremes = np.abs(x).argmax(), np.abs(argument.gradient).argmax()
-    special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
-    chosen = dict.fromkeys(map(int, [*special, *rng.permutation(size)[:_SAMPLE]]))
-    return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
-
-
-def judge(comparer: Comparer, found: list[Estimate]) -> tuple[ArgumentResult, list[Finding]]:
-    """Turn the comparisons of one argument into its result, and say where it has no derivative."""
-    name, _, x, span, gradient = comparer.argument
-    elements = [each for each in found if each.place is not None]
-    # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
-    # zero (n = 1, a masked input) has no size of its own.
-    known = [each for each in elements if each.judged]
-    typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
-    if all(abs(each.numeric) <= each.bound for each in known):
-        typical = max(typical, comparer.loss.natural_size(span))
-    probed = norm(flat(gradient) * span)
-
-    def coarseness(each: Estimate) -> float:
-        size = probed if each.place is None else max(typical, abs(each.numeric))
-        return float(each.bound / max(size, TINIEST)) if each.judged else np.inf
-
-    # The coarsest comparison, those at kinks left out, relative to the size of both sides.
-    resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
-    coarsest = max(_COARSEST, 16 * unit_roundoff(gradient.dtype))
-    bent = [each.place for each in found if each.status == "kink"]
-    at_kinks = sum(place is not None for place in bent)
-    wrong = np.array([each.z > 1 for each in elements])
-    verdict: ArgumentVerdict = "INCONCLUSIVE"
-    pattern = message = ""
-    if failing := sum(each.z > 1 for each in found):
-        verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
-        if len(elements) == x.size:
-            pattern = name_pattern(wrong.reshape(x.shape))
-    elif 2 * at_kinks >= max(len(elements), 1):
-        message = f"not differentiable at {at_kinks} of {len(elements)} elements"
-    elif np.isinf(resolution):
-        loose = sum(not each.judged for each in found) - len(bent)
-        message = f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
-    elif resolution <= coarsest:
-        verdict = "PASS"
-    else:
-        message = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
-    worst = max(found, key=lambda each: (each.judged, each.z))
-    index = None if worst.place is None else place_of(worst.place, x.shape)
-    counts = len(elements), x.size, len(found) - len(elements), failing
-    rest = resolution, message, "secants", pattern
-    result = ArgumentResult(name, verdict, *counts, index, *worst[:4], *rest)
-    if not bent:
-        return result, []
-    # Three are enough to see which.
-    seen = ", ".join("a probe" if p is None else str(place_of(p, x.shape)) for p in bent[:3])
-    message = f"not differentiable at {seen}{f' and {len(bent) - 3} more' * (len(bent) > 3)}"
-    about = f"{name}: the forward is differentiable"
-    return result, [Finding("smoothness", about, "NOTE", f"{message}: not judged there")]
 
 
 def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.differences import Comparer, judge, places
-from stablenorm.check.operation import Argument, Backward, FaultError, Loss, Operation, as_array
+from stablenorm.check.differences import Argument
+from stablenorm.check.operation import Backward, FaultError, Loss, Operation, as_array
 from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
 from stablenorm.formats import check_dtype
@@ -163,30 +163,27 @@ def _check(
     except FaultError as fault:
         form = str(fault)
     results: dict[str, ArgumentResult] = {}
-    for i, (label, span) in enumerate(loss.spans.items()):
+    for i, label in enumerate(loss.spans):
         if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
         else:
-            settled = loss.settled(i, np.asarray(gradients[i]))
-            sound.append(Argument(label, i, np.asarray(loss.args[i]), span, settled))
+            sound.append(Argument(loss, i, np.asarray(gradients[i])))
     rules = CallRules(loss, sound)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         why = "the forward is not deterministic"
         return [_not_checked(label, why) for label in loss.spans], findings
 
-    work = [
-        (Comparer(loss, each, more), places(each, max_elements, probes, loss.rng))
-        for each, more in zip(sound, rules.allowances(), strict=True)
-    ]
-    done, total = count(1), sum(len(chosen) for _, chosen in work)
-    for comparer, chosen in work:
+    rules.widen_bounds()
+    work = [(each, each.places(max_elements, probes)) for each in sound]
+    done, total = count(1), sum(len(places) for _, places in work)
+    for argument, places in work:
         found = []
-        for place in chosen:
-            found.append(comparer.compare(place))
+        for place in places:
+            found.append(argument.compare(place))
             if progress is not None:
                 progress(next(done), total)
-        results[comparer.argument.name], bent = judge(comparer, found)
+        results[argument.name], bent = argument.judge(found)
         findings += bent
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))

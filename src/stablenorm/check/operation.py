@@ -1,12 +1,12 @@
 """Call the functions under test safely; `Loss` is the scalar that is differentiated."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.arithmetic import draw, flat, rms, tiniest, unit_roundoff
+from stablenorm.check.arithmetic import draw, flat, unit_roundoff
 from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -100,16 +100,6 @@ def copies(args: Sequence[Array | None]) -> list[Array | None]:
     return [None if a is None else a.copy() for a in args]
 
 
-class Argument(NamedTuple):
-    """An argument, and the gradient of it that is compared; `span` is its scale, flat."""
-
-    name: str
-    position: int
-    x: Array
-    span: Array
-    gradient: Array
-
-
 class Loss:
     """L = <u, forward(args)>, seen through differences of outputs; `spans` are scales, by name."""
 
@@ -124,21 +114,6 @@ class Loss:
     def forward(self) -> tuple[Array, Any]:
         """Call the forward at the arguments; return (y, cache)."""
         return self.operation.forward(self.args)
-
-    def natural_size(self, span: Array) -> float:
-        """Return the size of a gradient that makes y change by its own size over a scale."""
-        return float(rms(self.u * self.y)) / float(np.median(span))
-
-    def rounding_bound(self, gradient: Array) -> Array:
-        """Bound, for each element of a gradient, the error of arithmetic in its dtype; flat."""
-        values = np.atleast_1d(gradient.astype(np.float64))
-        u, row_rms = unit_roundoff(gradient.dtype), rms(values, -1)
-        shapes = [self.shape, *(a.shape for a in self.args if a is not None)]
-        # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
-        terms = max([length for s in shapes for length in s] + [self.y.size / values.size, 1])
-        half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
-        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
-        return np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.arithmetic import TINIEST, draw, flat, rms, unit_roundoff
-from stablenorm.check.operation import Argument, FaultError, Loss, as_array, copies
+from stablenorm.check.differences import Argument
+from stablenorm.check.operation import FaultError, Loss, as_array, copies
 from stablenorm.check.results import Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
@@ -61,16 +62,15 @@ class CallRules:
             found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
         return found
 
-    def allowances(self) -> list[Array]:
-        """Return what the rounding errors measured in the backward may add to its bounds, flat."""
+    def widen_bounds(self) -> None:
+        """Add to the bounds of each gradient the rounding errors that are measured in the backward."""
         # They do not show in the size of a gradient whose terms cancel (a saturated softmax): multiples
         # of dy are how far from giving multiples of the gradients, RMS along the last axis?
         try:
             runs = [*self._pulls(self._dy * factor for factor in (1, *_FACTORS))]
         except FaultError:
             # The rules have found it, and said so.
-            return [np.zeros(each.x.size) for each in self._arguments.values()]
-        found = []
+            return
         for name, argument in self._arguments.items():
             one, *others = (flat(run[name]) for run in runs)
             a, multiples = np.atleast_1d(argument.gradient), np.array(others)
@@ -79,14 +79,8 @@ class CallRules:
             # The bound has the rounding of the gradient itself already, drawn twice here.
             own = 1.5 * unit_roundoff(a.dtype) * rms(a.astype(np.float64), -1)
             # Few samples may be 16 times too small.
-            allowed = np.minimum(16 * np.maximum(measured - own, 0), self._explained(argument))
-            found.append(np.broadcast_to(allowed, a.shape).reshape(-1))
-        return found
-
-    def _explained(self, argument: Argument) -> float:
-        """Return 256 roundings of a gradient, or of y changing by its size over the scale."""
-        size = max(float(rms(flat(argument.gradient))), self._loss.natural_size(argument.span))
-        return 2.0**8 * unit_roundoff(argument.gradient.dtype) * size
+            allowed = np.minimum(16 * np.maximum(measured - own, 0), argument.explained)
+            argument.bounds += np.broadcast_to(allowed, a.shape).reshape(-1)
 
     def _pulls(self, dys: Iterable[Array], cache: Any = None) -> Iterator[Named]:
         """Pull each dy back through one cache; yield the gradients that can be compared."""
@@ -94,11 +88,11 @@ class CallRules:
         cache = loss.forward()[1] if cache is None else cache
         for dy in dys:
             given = dy.reshape(loss.shape).astype(loss.dtype)
-            all_of_them = self._operation.gradients(given, cache, loss.args)
-            yield {
-                name: loss.settled(i, as_array(name, all_of_them[i], x.shape))
-                for name, (_, i, x, *_) in self._arguments.items()
-            }
+            returned, found = self._operation.gradients(given, cache, loss.args), Named()
+            for name, each in self._arguments.items():
+                gradient = as_array(name, returned[each.position], each.x.shape)
+                found[name] = loss.settled(each.position, gradient)
+            yield found
 
     def _random(self, way: str) -> str:
         """Say which results differ, and how far, where a call is repeated."""
@@ -133,7 +127,7 @@ class CallRules:
             far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
             made = np.where(far, flat(total), made).reshape(total.shape)
             # Any order of summation, and terms that cancel.
-            bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(argument)
+            bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * argument.explained
             if said := _differ({name: total}, {name: made}, bound=bound):
                 return said
         return ""
