@@ -117,10 +117,8 @@ class Argument:
         self.loss, self.position, self._rng = loss, position, loss.rng
         self.x, self.gradient = np.asarray(loss.args[position]), loss.settled(position, gradient)
         self._x, self._gradient = flat(self.x), flat(self.gradient)
-        values, u = (
-            np.atleast_1d(self.gradient.astype(np.float64)),
-            unit_roundoff(self.gradient.dtype),
-        )
+        values = np.atleast_1d(self.gradient.astype(np.float64))
+        u, row_rms = unit_roundoff(self.gradient.dtype), rms(values, -1)
         # The size of a gradient that makes y change by its own size over a scale, and what 256
         # roundings of such a gradient, or of this one, explain.
         self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
@@ -129,7 +127,7 @@ class Argument:
         # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
         terms = max([length for s in shapes for length in s] + [loss.y.size / values.size, 1])
         half_ulp = np.maximum(u * np.abs(values), tiniest(self.gradient.dtype) / 2)
-        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * (row_rms := rms(values, -1))
+        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
         # How far arithmetic in its dtype may take each element off, flat.
         self.bounds = np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
         # By length of the steps: long steps see, in part, the function itself.
@@ -205,9 +203,15 @@ class Argument:
         status: Status = "no limit"
         if len(rows) > 1 and np.isfinite(best[0]):
             status = _status(best, rows, usual, level)
+        # Secants change more though steps are shorter: as 1 - d / step, past a kink at d.
+        wavers = any(
+            abs(c.numeric - b.numeric)
+            > max(abs(b.numeric - a.numeric), math.hypot(b.noise, c.noise))
+            for a, b, c in zip(rows, rows[1:], rows[2:], strict=False)
+        )
         bound, actual, numeric = (each / unit for each in best)
         bound_actual = (apart if rows else math.inf) / unit + rounding
-        return Estimate(actual, numeric, bound, bound_actual, status, _wavers(rows))
+        return Estimate(actual, numeric, bound, bound_actual, status, wavers)
 
     def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
         """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
@@ -309,9 +313,9 @@ class Argument:
 
     def judge(self, found: list[Estimate]) -> tuple[ArgumentResult, list[Finding]]:
         """Turn the comparisons of one argument into its result, and say where it has no derivative."""
-        elements = [each for each in found if each.place is not None]
-        # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
-        # zero (n = 1, a masked input) has no size of its own.
+        shape, elements = self.x.shape, [each for each in found if each.place is not None]
+        # Errors are relative to the RMS of the numeric gradient. One that cannot be told from zero
+        # (n = 1, a masked input) has no size of its own.
         known = [each for each in elements if each.judged]
         typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
         if all(abs(each.numeric) <= each.bound for each in known):
@@ -329,38 +333,31 @@ class Argument:
         at_kinks = sum(place is not None for place in bent)
         wrong = np.array([each.z > 1 for each in elements])
         verdict: ArgumentVerdict = "INCONCLUSIVE"
-        pattern = message = ""
+        pattern = why = ""
         if failing := sum(each.z > 1 for each in found):
             verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
             if len(elements) == self.x.size:
-                pattern = name_pattern(wrong.reshape(self.x.shape))
+                pattern = name_pattern(wrong.reshape(shape))
         elif 2 * at_kinks >= max(len(elements), 1):
-            message = f"not differentiable at {at_kinks} of {len(elements)} elements"
+            why = f"not differentiable at {at_kinks} of {len(elements)} elements"
         elif np.isinf(resolution):
             loose = sum(not each.judged for each in found) - len(bent)
-            message = (
-                f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
-            )
+            why = f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
         elif resolution <= coarsest:
             verdict = "PASS"
         else:
-            message = (
-                f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
-            )
+            why = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
         worst = max(found, key=lambda each: (each.judged, each.z))
-        index = None if worst.place is None else place_of(worst.place, self.x.shape)
+        index = None if worst.place is None else place_of(worst.place, shape)
         counts = len(elements), self.x.size, len(found) - len(elements), failing
-        rest = resolution, message, "secants", pattern
+        rest = resolution, why, "secants", pattern
         result = ArgumentResult(self.name, verdict, *counts, index, *worst[:4], *rest)
-        if not bent:
-            return result, []
         # Three are enough to see which.
-        seen = ", ".join(
-            "a probe" if p is None else str(place_of(p, self.x.shape)) for p in bent[:3]
-        )
-        message = f"not differentiable at {seen}{f' and {len(bent) - 3} more' * (len(bent) > 3)}"
-        about = f"{self.name}: the forward is differentiable"
-        return result, [Finding("smoothness", about, "NOTE", f"{message}: not judged there")]
+        seen = ", ".join("a probe" if p is None else f"{place_of(p, shape)}" for p in bent[:3])
+        seen += f" and {len(bent) - 3} more" * (len(bent) > 3)
+        name = f"{self.name}: the forward is differentiable"
+        said = f"not differentiable at {seen}: not judged there"
+        return result, [Finding("smoothness", name, "NOTE", said)] * bool(bent)
 
 
 def _norm(a: Array) -> float:
@@ -402,13 +399,6 @@ def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     little = last.noise * last.step <= _ROUNDING * usual and bound <= 8 * last.noise
     near = not bent and strayed <= reach + 2 * last.noise
     return "rounding" if (small or little) and near else "no limit"
-
-
-def _wavers(rows: list[_Row]) -> bool:
-    """Tell whether secants change more though steps are shorter: as 1 - d / step, past a kink at d."""
-    both = pairwise(rows)
-    changes = [(abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in both]
-    return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
 
 
 def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]:

@@ -110,28 +110,24 @@ def check_gradients(
     'FAIL'
     """
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    operation, arrays = Operation(forward, backward), _check_args(args, names)
-    spans = _check_scales(scales, arrays)
-    with np.errstate(all="ignore"):
-        try:
-            loss = Loss(operation, arrays, spans, rng)
-            results, findings = _check(loss, probes, max_elements, progress)
-        except FaultError as fault:
-            name = "the forward returns (y, cache)"
-            findings = [
-                Finding("contract", name, "INCONCLUSIVE" if fault.raised else "FAIL", str(fault))
-            ]
-            results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
+    operation, (arrays, spans) = Operation(forward, backward), _check_args(args, names, scales)
+    try:
+        loss = Loss(operation, arrays, spans, rng)
+        results, findings = _check(loss, probes, max_elements, progress)
+    except FaultError as fault:
+        name, is_open = "the forward returns (y, cache)", fault.raised
+        findings = [Finding("contract", name, "INCONCLUSIVE" if is_open else "FAIL", str(fault))]
+        results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
     about = [described(label, a) for label, a in arrays.items() if a is not None]
     return GradientReport(
         tuple(results),
         operation.forward_calls,
-        findings=tuple(findings),
+        tuple(findings),
         # A modified array spoils results that are then called wrong.
-        diagnosis=tuple(f.message for f in findings if " modifies " in f.message),
-        backward_calls=operation.backward_calls,
-        seconds=time.perf_counter() - start,
-        about=", ".join(about + [f"seed {seed}"] * isinstance(seed, int)),
+        tuple(f.message for f in findings if " modifies " in f.message),
+        operation.backward_calls,
+        time.perf_counter() - start,
+        ", ".join(about + [f"seed {seed}"] * isinstance(seed, int)),
     )
 
 
@@ -152,6 +148,7 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
+@np.errstate(all="ignore")
 def _check(
     loss: Loss, probes: int, max_elements: int, progress: Progress | None
 ) -> tuple[list[ArgumentResult], list[Finding]]:
@@ -206,7 +203,7 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
     try:
         if not fault:
             gradient = as_array("the gradient", gradient, array.shape)
-            if places := [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]:
+            if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
                 first = f"{gradient[places[0]]} at {places[0]}"
                 fault = f"the gradient must be finite, got {first} ({len(places)} such)"
     except FaultError as error:
@@ -216,8 +213,10 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
     return None if array.size else _not_checked(name, "the argument is empty")
 
 
-def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, Array | None]:
-    """Return the arguments by name, as arrays of their own, C-contiguous."""
+def _check_args(
+    args: Sequence[Any], names: Sequence[str] | None, scales: Sequence[Any] | None
+) -> tuple[dict[str, Array | None], dict[str, Array]]:
+    """Return by name the arguments, as C-contiguous copies, and their scales, flat powers of two."""
     if not isinstance(args, (tuple, list)) or len(args) == 0:
         msg = f"args must be a tuple or list of at least one array, got {args!r:.60}"
         raise ValueError(msg)
@@ -225,29 +224,21 @@ def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, A
     if len(labels) != len(args) or len(set(labels)) != len(args):
         msg = f"names must be one name for each of {len(args)} args, all different, got {labels}"
         raise ValueError(msg)
-    # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    copies = (None if a is None else np.array(a, order="C") for a in args)
-    arrays = dict(zip(labels, copies, strict=True))
-    for label, array in arrays.items():
-        if array is not None:
-            check_dtype(label, array)
-            if not np.isfinite(array).all():
-                msg = f"{label} must be finite to be differentiated, got NaN or infinity"
-                raise ValueError(msg)
-    return arrays
-
-
-def _check_scales(
-    scales: Sequence[Any] | None, arrays: dict[str, Array | None]
-) -> dict[str, Array]:
-    """Return for each argument its scale, flat, rounded down to powers of two."""
-    scales = [None] * len(arrays) if scales is None else scales
-    if len(scales) != len(arrays):
-        msg = f"scales must have one entry for each of {len(arrays)} args, got {len(scales)}"
+    scales = [None] * len(args) if scales is None else scales
+    if len(scales) != len(args):
+        msg = f"scales must have one entry for each of {len(args)} args, got {len(scales)}"
         raise ValueError(msg)
-    spans = {}
-    for scale, (label, given) in zip(scales, arrays.items(), strict=True):
-        array = np.zeros(0) if given is None else given
+    arrays, spans = dict[str, Array | None](), dict[str, Array]()
+    for label, given, scale in zip(labels, args, scales, strict=True):
+        if given is None:
+            arrays[label], spans[label] = None, np.zeros(0)
+            continue
+        # A copy, so that nothing that forward or backward does can reach the caller's array.
+        array = arrays[label] = np.array(given, order="C")
+        check_dtype(label, array)
+        if not np.isfinite(array).all():
+            msg = f"{label} must be finite to be differentiated, got NaN or infinity"
+            raise ValueError(msg)
         span = np.ones(1) if scale is None else np.asarray(scale, dtype=np.float64)
         if scale is None and array.size:
             # Divided by the largest magnitude, lest squares overflow or vanish.
@@ -264,4 +255,4 @@ def _check_scales(
         # Dividing by a power of two is exact.
         powers = np.ldexp(0.5, np.frexp(span)[1])
         spans[label] = np.broadcast_to(powers, array.shape).reshape(-1)
-    return spans
+    return arrays, spans
