@@ -17,15 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.arithmetic import (
-    TINIEST,
-    flat,
-    rms,
-    tiniest,
-    unit_roundoff,
-)
-from stablenorm.check.operation import Loss
-from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding
+from stablenorm.check.operation import Loss, flat, rms, tiniest, unit_roundoff
+from stablenorm.check.results import TINIEST, ArgumentResult, ArgumentVerdict, Finding
 from stablenorm.types import Array
 
 # In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges

@@ -110,9 +110,10 @@ def check_gradients(
     'FAIL'
     """
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    operation, (arrays, spans) = Operation(forward, backward), _check_args(args, names, scales)
+    arrays, spans = _check_args(args, names, scales)
+    operation = Operation(forward, backward, len(args))
     try:
-        loss = Loss(operation, arrays, spans, rng)
+        loss = Loss(operation, [*arrays.values()], spans, rng)
         results, findings = _check(loss, probes, max_elements, progress)
     except FaultError as fault:
         name, is_open = "the forward returns (y, cache)", fault.raised
@@ -156,7 +157,7 @@ def _check(
     form, gradients, sound = "", [None] * len(loss.args), []
     # A backward that raises should do so at once.
     try:
-        gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
+        gradients = loss.operation.gradients(loss.cotangent(), loss.cache)
     except FaultError as fault:
         form = str(fault)
     results: dict[str, ArgumentResult] = {}

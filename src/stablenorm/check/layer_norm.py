@@ -165,7 +165,7 @@ def _check(
     report = check_gradients(
         lambda *args: forward(*args, eps), backward, [x, gamma, beta], **options
     )
-    operation, findings = Operation(forward, backward), list(report.findings)
+    operation, findings = Operation(forward, backward, 3), list(report.findings)
     for each in report.arguments:
         if each.message == NOT_RETURNED:
             name = f"d{each.name} is checked"

@@ -1,4 +1,4 @@
-"""Call the functions under test safely; `Loss` is the scalar that is differentiated."""
+"""Call the functions under test safely, and measure what they return."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.arithmetic import draw, flat, unit_roundoff
-from stablenorm.formats import check_dtype
+from stablenorm.formats import check_dtype, format_of
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-# The arguments by name.
-Given = dict[str, Array | None]
+Given = Sequence[Array | None]
 Backward = Callable[[Array, Any], Any]
 
 
@@ -39,17 +37,15 @@ def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
 class Operation:
     """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
 
-    def __init__(self, forward: Callable[..., Any], backward: Backward):
-        self._forward, self._backward = forward, backward
+    def __init__(self, forward: Callable[..., Any], backward: Backward, arguments: int):
+        self._forward, self._backward, self._arguments = forward, backward, arguments
         self.forward_calls = self.backward_calls = 0
         # A warning about results that do not last; empty where they do.
         self.overwritten = ""
         # The latest array of each result as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
 
-    def forward(
-        self, args: Sequence[Array | None], *eps: float, copy: bool = True
-    ) -> tuple[Array, Any]:
+    def forward(self, args: Given, *eps: float, copy: bool = True) -> tuple[Array, Any]:
         """Return (y, cache) for copies of `args`, or for these themselves; a layer norm takes `eps`."""
         self.forward_calls += 1
         result = _called("forward", self._forward, *(copies(args) if copy else args), *eps)
@@ -59,16 +55,16 @@ class Operation:
             raise FaultError(msg)
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
-    def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
-        """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
+    def gradients(self, dy: Array, cache: Any) -> list[Any]:
+        """Return the gradients as a list, one for each argument; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
         wanted, came = "a tuple, NamedTuple or list of gradients", type(returned).__name__
         if isinstance(returned, (tuple, list)):
-            if len(returned) == len(args):
+            if len(returned) == self._arguments:
                 both = enumerate(returned)
                 return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
-            wanted, came = f"{len(args)} gradients, one for each argument", str(len(returned))
+            wanted, came = f"{self._arguments} gradients, one for each argument", f"{len(returned)}"
         msg = f"backward must return {wanted}, got {came}"
         raise FaultError(msg)
 
@@ -95,25 +91,54 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     return array
 
 
-def copies(args: Sequence[Array | None]) -> list[Array | None]:
+def copies(args: Given) -> list[Array | None]:
     """Copy each array: what a function does to its arguments must not reach the next call."""
     return [None if a is None else a.copy() for a in args]
 
 
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """Return u, the largest relative error of one rounding to `dtype`."""
+    return 2.0 ** -format_of(dtype).digits
+
+
+def tiniest(dtype: np.dtype[Any]) -> float:
+    """Return the smallest positive number of `dtype`."""
+    return float(np.nextafter(dtype.type(0), dtype.type(1)))
+
+
+def flat(a: Array) -> Array:
+    """Return an array as one row of float64."""
+    return a.astype(np.float64).reshape(-1)
+
+
+def rms(values: Array, axis: int | None = None) -> Array:
+    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
+    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
+    squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
+    return np.asarray(largest * np.sqrt(squares))
+
+
 class Loss:
-    """L = <u, forward(args)>, seen through differences of outputs; `spans` are scales, by name."""
+    """L = <u, forward(*args)>, seen through differences of outputs; `spans` are scales, by name."""
 
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
-        self.args, self.operation, self.spans, self.rng = [*args.values()], operation, spans, rng
+        self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
         y, self.cache = self.forward()
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
-        self.y, self.u = flat(y), draw(y.size, rng)
+        self.y, self.u = flat(y), self.draw(y.size)
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
     def forward(self) -> tuple[Array, Any]:
         """Call the forward at the arguments; return (y, cache)."""
         return self.operation.forward(self.args)
+
+    def draw(self, size: int) -> Array:
+        """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""
+        # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
+        # holds a number and three times its size exactly.
+        u = np.round(self.rng.standard_normal(size) * 16).clip(-63, 63) / 16
+        return np.where(u == 0, 0.0625, u)
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.arithmetic import TINIEST, draw, flat, rms, unit_roundoff
 from stablenorm.check.differences import Argument
-from stablenorm.check.operation import FaultError, Loss, as_array, copies
-from stablenorm.check.results import Finding
+from stablenorm.check.operation import FaultError, Loss, as_array, copies, flat, rms, unit_roundoff
+from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 
@@ -88,7 +87,7 @@ class CallRules:
         cache = loss.forward()[1] if cache is None else cache
         for dy in dys:
             given = dy.reshape(loss.shape).astype(loss.dtype)
-            returned, found = self._operation.gradients(given, cache, loss.args), Named()
+            returned, found = self._operation.gradients(given, cache), Named()
             for name, each in self._arguments.items():
                 gradient = as_array(name, returned[each.position], each.x.shape)
                 found[name] = loss.settled(each.position, gradient)
@@ -109,7 +108,7 @@ class CallRules:
         held = [("dy", dy), *zip(self._loss.spans, args, strict=True), ("the cache", cache)]
         before = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
         if way == "backward":
-            self._operation.gradients(dy, cache, args)
+            self._operation.gradients(dy, cache)
         else:
             self._operation.forward(args, copy=False)
         changed = dict.fromkeys(name for name, a, held in before if a.tobytes() != held)
@@ -117,8 +116,8 @@ class CallRules:
 
     def _linear(self) -> str:
         """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
-        dy, other = self._dy, draw(self._dy.size, self._loss.rng)
-        # The sum is exact in every dtype, see `draw`.
+        dy, other = self._dy, self._loss.draw(self._dy.size)
+        # The sum is exact in every dtype, see `Loss.draw`.
         runs = [*self._pulls((dy, other, 2 * dy + other))]
         for name, argument in self._arguments.items():
             a, b, total = (run[name] for run in runs)

@@ -5,10 +5,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.check.arithmetic import TINIEST
 from stablenorm.text import plain, shape_text, to_json, wrapped
 from stablenorm.types import Array
 
+# Stands for a bound of 0: nothing is 0 times as large.
+TINIEST = 2.0**-1074
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
 ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
