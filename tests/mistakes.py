@@ -8,6 +8,7 @@ spoils one gradient and leaves the other two right, so that it can be asked wher
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,6 @@ from stablenorm.types import Array, bfloat16
 Gradients = tuple[Array, Array, Array]
 Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
 Backward = Callable[[Array, Any], Gradients]
-
-# Rows and columns of a block of `_blocked`: small, so that small inputs have several.
-_BLOCK = 5
 
 
 class Kept(NamedTuple):
@@ -100,12 +98,7 @@ def _spoiled_dx(where: Any, factor: float) -> Backward:
 
 def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _dx) -> Backward:
     """Build a backward that recomputes rstd, and from it xhat, for dx."""
-
-    def wrong(g: Array, cache: Kept) -> Array:
-        rstd = make(cache)
-        return project(g, (cache.x - cache.mean) * rstd, rstd)
-
-    return _with_dx(wrong)
+    return _with_dx(lambda g, c: project(g, (c.x - c.mean) * make(c), make(c)))
 
 
 def _with_dgamma(right: Backward) -> Backward:
@@ -192,35 +185,27 @@ def _n_times_dy(g: Array, cache: Kept) -> Array:
     return np.asarray(cache.rstd / n * (n * g - total - cache.xhat * slope))
 
 
-def _expanded(dy: Array, cache: Kept) -> Gradients:
+def _expanded(dy: Array, cache: Kept, *, center: bool = True) -> Gradients:
     """Written out in sums over centered x, as fused kernels do: dx = a g + b centered + c."""
     n, g, centered, a = dy.shape[-1], cache.gamma * dy, cache.x - cache.mean, cache.rstd
     b = -(a**3) * (g * centered).sum(axis=-1, keepdims=True) / n
-    c = -a * g.sum(axis=-1, keepdims=True) / n
+    c = -a * g.sum(axis=-1, keepdims=True) / n * center
     return a * g + b * centered + c, _sum_rows(dy * centered * a), _sum_rows(dy)
 
 
-def _rms_expanded(dy: Array, cache: Kept) -> Gradients:
-    """The same without a mean: dx = rstd g + b x."""
-    n, g, x, rstd = dy.shape[-1], cache.gamma * dy, cache.x, cache.rstd
-    b = -(rstd**3) * (g * x).sum(axis=-1, keepdims=True) / n
-    return rstd * g + b * x, _sum_rows(dy * x * rstd), _sum_rows(dy)
-
-
 def _blocked(dy: Array, cache: Kept) -> Gradients:
-    """Rows and columns in blocks, partial sums added up."""
-    n, g, xhat = dy.shape[-1], cache.gamma * dy, cache.xhat
-    columns, rows = (
-        [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
-        for size in (n, dy.size // n)
-    )
+    """Rows and columns in blocks of 5, partial sums added up."""
+    g, xhat, n = cache.gamma * dy, cache.xhat, dy.shape[-1]
+    starts = range(5, n, 5), range(5, dy.size // n, 5)
     total, slope = (
-        sum(a[..., block].sum(axis=-1, keepdims=True) for block in columns) for a in (g, g * xhat)
+        sum(part.sum(axis=-1, keepdims=True) for part in np.split(a, starts[0], axis=-1)) / n
+        for a in (g, g * xhat)
     )
     dgamma, dbeta = (
-        sum(a.reshape(-1, n)[block].sum(axis=0) for block in rows) for a in (dy * xhat, dy)
+        sum(part.sum(axis=0) for part in np.split(a.reshape(-1, n), starts[1]))
+        for a in (dy * xhat, dy)
     )
-    return cache.rstd * (g - total / n - xhat * (slope / n)), dgamma, dbeta
+    return cache.rstd * (g - total - xhat * slope), dgamma, dbeta
 
 
 VARIANTS: dict[str, tuple[Forward, Backward]] = {
@@ -232,5 +217,5 @@ VARIANTS: dict[str, tuple[Forward, Backward]] = {
 }
 RMS_VARIANTS: dict[str, tuple[Forward, Backward]] = {
     "plain": (rms_forward, rms_backward),
-    "expanded": (rms_forward, _rms_expanded),
+    "expanded": (rms_forward, partial(_expanded, center=False)),
 }

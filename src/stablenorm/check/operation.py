@@ -123,15 +123,11 @@ class Loss:
 
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
-        y, self.cache = self.forward()
+        y, self.cache = operation.forward(args)
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
         self.y, self.u = flat(y), self.draw(y.size)
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
-
-    def forward(self) -> tuple[Array, Any]:
-        """Call the forward at the arguments; return (y, cache)."""
-        return self.operation.forward(self.args)
 
     def draw(self, size: int) -> Array:
         """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""

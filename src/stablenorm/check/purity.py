@@ -84,7 +84,7 @@ class CallRules:
     def _pulls(self, dys: Iterable[Array], cache: Any = None) -> Iterator[Named]:
         """Pull each dy back through one cache; yield the gradients that can be compared."""
         loss = self._loss
-        cache = loss.forward()[1] if cache is None else cache
+        cache = self._operation.forward(loss.args)[1] if cache is None else cache
         for dy in dys:
             given = dy.reshape(loss.shape).astype(loss.dtype)
             returned, found = self._operation.gradients(given, cache), Named()
@@ -97,7 +97,7 @@ class CallRules:
         """Say which results differ, and how far, where a call is repeated."""
         if way == "backward":
             return _differ(*self._pulls([self._dy] * _RUNS))
-        again = ({"y": self._loss.forward()[0]} for _ in range(1, _RUNS))
+        again = ({"y": self._operation.forward(self._loss.args)[0]} for _ in range(1, _RUNS))
         return _differ({"y": self._loss.y_as_returned}, *again)
 
     def _modified(self, way: str) -> str:
@@ -133,7 +133,7 @@ class CallRules:
 
     def _uses_its_cache(self) -> str:
         """Pull dy back through the first of two forwards, after the second one."""
-        loss, cache, copied = self._loss, self._loss.forward()[1], None
+        loss, cache, copied = self._loss, self._operation.forward(self._loss.args)[1], None
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
