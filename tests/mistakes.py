@@ -48,22 +48,20 @@ def _sum_rows(a: Array) -> Array:
     return np.asarray(a.reshape(-1, a.shape[-1]).sum(axis=0))
 
 
-def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
+def forward(
+    x: Array, gamma: Array, beta: Array, eps: float = 1e-5, *, center: bool = True
+) -> tuple[Array, Kept]:
     """Normalize over the last axis in two passes, in the dtype given; return y and the cache."""
-    return _forward(x, gamma, beta, float(eps), _mean(x))
-
-
-def rms_forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
-    """Divide by the root mean square of the last axis, in the dtype given; the cache has mean 0."""
-    return _forward(x, gamma, beta, float(eps), np.zeros_like(_mean(x)))
-
-
-def _forward(x: Array, gamma: Array, beta: Array, eps: float, mean: Array) -> tuple[Array, Kept]:
+    mean = _mean(x) * center
     centered = x - mean
     var = _mean(centered * centered)
-    rstd = 1 / np.sqrt(var + eps)
+    rstd = 1 / np.sqrt(var + float(eps))
     xhat = centered * rstd
-    return gamma * xhat + beta, Kept(x, gamma, eps, mean, var, rstd, xhat)
+    return gamma * xhat + beta, Kept(x, gamma, float(eps), mean, var, rstd, xhat)
+
+
+# Divides by the root mean square of the last axis; the cache has mean 0.
+rms_forward = partial(forward, center=False)
 
 
 def _with_dx(make: Callable[[Array, Kept], Array]) -> Backward:
@@ -101,11 +99,6 @@ def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _d
     return _with_dx(lambda g, c: project(g, (c.x - c.mean) * make(c), make(c)))
 
 
-def _with_dgamma(right: Backward) -> Backward:
-    """Build a backward whose dgamma is made of the centered x."""
-    return lambda dy, c: (right(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy))
-
-
 # fmt: off
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(
@@ -114,7 +107,9 @@ MISTAKES: dict[str, Mistake] = {
         _with_dx(lambda g, c: c.rstd * (g - _mean(g))), "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
         _with_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
-    "dgamma without rstd": Mistake(_with_dgamma(backward), "dgamma lacks rstd", "gamma"),
+    "dgamma without rstd": Mistake(
+        lambda dy, c: (backward(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy)),
+        "dgamma lacks rstd", "gamma"),
     "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "the last row of dx is zero"),
     "dx[0, 0] sign": Mistake(_spoiled_dx((0, 0), -1), "element (0, 0) of dx has the wrong sign"),
     "dx[0, 0] * 1.01": Mistake(
@@ -162,7 +157,9 @@ RMS_MISTAKES: dict[str, Mistake] = {
         "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
     "eps omitted": Mistake(
         _with_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "eps is missing from rstd in dx"),
-    "dgamma without rstd": Mistake(_with_dgamma(rms_backward), "dgamma lacks rstd", "gamma"),
+    "dgamma without rstd": Mistake(
+        lambda dy, c: (rms_backward(dy, c)[0], _sum_rows(dy * c.x), _sum_rows(dy)),
+        "dgamma lacks rstd", "gamma"),
 }
 # fmt: on
 
