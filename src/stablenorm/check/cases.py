@@ -39,11 +39,8 @@ def example(shape: tuple[int, ...], rng: Generator) -> tuple[Array, Array, Array
 
 
 def ordinary(like: Case, rng: Generator, shape: tuple[int, ...] = ()) -> Case:
-    """
-    Return a case like `like`, of its shape or another, in which every mistake would show.
-
-    Some rows are so narrow that eps counts; no narrow type holds their means; gamma has both signs.
-    """
+    """Return a case like `like`, of its shape or another, in which every mistake would show."""
+    # Some rows are so narrow that eps counts; no narrow type holds their means.
     shape = shape or like.x.shape
     count, n = max(1, math.prod(shape[:-1])), shape[-1]
     # From 2^-5: its var is 1e-3, of which the usual eps of 1e-5 is 1 %.
@@ -122,31 +119,31 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
             yield Trial(f"n = {n}", like._replace(x=x, gamma=gamma, beta=beta, dy=dy), tolerated)
     base = ordinary(like, rng, few(like, 4))
     wide = rng.standard_normal(base.x.shape).astype(dtype).astype(np.float64)
-    hard = {}
+
+    def made(name: str, x: Array, allowed: float = tolerated, *, is_hard: bool = True) -> Trial:
+        return Trial(name, base._replace(x=x.astype(dtype)), allowed, is_hard)
+
     for offset in ("1e2", "1e4", "1e6"):
         moved = wide + float(offset)
         # An offset at which the elements are hardly a few different numbers is another problem.
         if np.max(np.abs(moved.astype(dtype).astype(np.float64) - float(offset) - wide)) < 2.0**-3:
-            hard[f"offset {offset}"] = moved
+            yield made(f"offset {offset}", moved)
     # Squares that overflow or underflow in the dtype.
     power = 2.0 ** ((form.emax + 1) // 2 + 4)
-    hard["huge values"] = power * wide
+    yield made("huge values", power * wide, math.inf)
     if eps > 0:
-        hard["tiny values"], hard["rows of 123.456"] = wide / power, np.full(wide.shape, 123.456)
+        yield made("tiny values", wide / power)
+        yield made("rows of 123.456", np.full(wide.shape, 123.456))
         # Zeros, as padding is, and other constants, near sqrt(eps) and of few bits, so that a variance
         # by whatever formula keeps its digits. dx is rstd (g - mean(g)) there.
         constants = np.ldexp([0.0, 1.0, -2.0, 4.0], np.frexp(np.sqrt(eps))[1])
-        hard["constant rows"] = np.resize(constants, (*wide.shape[:-1], 1)) + 0 * wide
-    for name, x in hard.items():
-        allowed = math.inf if name == "huge values" else tolerated
-        case, is_hard = base._replace(x=x.astype(dtype)), name != "constant rows"
-        yield Trial(name, case, allowed, is_hard)
-    base = base._replace(x=wide.astype(dtype))
+        rows = np.resize(constants, (*wide.shape[:-1], 1)) + 0 * wide
+        yield made("constant rows", rows, is_hard=False)
     if base.gamma is not None:
         zeros = base.gamma.copy()
         zeros[::3] = 0
-        yield Trial("gamma with zeros", base._replace(gamma=zeros), usual)
-        yield Trial("gamma = 0", base._replace(gamma=0 * zeros), usual)
+        for name, gamma in (("gamma with zeros", zeros), ("gamma = 0", 0 * zeros)):
+            yield Trial(name, base._replace(x=wide.astype(dtype), gamma=gamma), usual)
 
 
 def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str]:

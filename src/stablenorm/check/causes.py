@@ -2,9 +2,8 @@
 Name the mistake in a wrong output, by trying the usual ones.
 
 A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
-does. The simplest is the right formula with one element, column or row that is wrong. Then come the
-causes: dx / rstd has the terms g, mean(g) and xhat mean(g xhat), with coefficients (1, -1, -1), in
-RMS norm (1, 0, -1); a cause changes a coefficient, the rstd or mean that go in, or the place of gamma.
+does. The simplest is the right formula with one element, column or row that is wrong. A cause changes
+what goes into dx = rstd (g - mean(g) - xhat mean(g xhat)): rstd, a mean, a term, the place of gamma.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,10 +1,9 @@
 """
 The closed form: layer and RMS norm and their gradients by this checker's own formulas, with bounds.
 
-Everything here is float64 from re-centered rows, so an offset costs nothing; what is checked may
-be in any precision. Bounds say how far a right program may be off: `plain` if its variance is of
-centered x, `careless` if it is E[x^2] - E[x]^2, which loses as many digits again to an offset.
-Between the two, a program is inaccurate; beyond, it is wrong. RMS norm loses nothing to an offset.
+All is float64 from re-centered rows, so an offset costs nothing. A right program may be off by the
+bound `plain` if its variance is of centered x, `careless` if it is E[x^2] - E[x]^2, which loses as
+many digits again to an offset. Between the two, it is inaccurate; beyond, it is wrong.
 """
 
 import functools
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import FaultError, Operation, as_array, tiniest, unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, as_array, flat, tiniest, unit_roundoff
 from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
@@ -92,11 +91,8 @@ class Expected:
         self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
-        gamma, self.beta = (
-            np.full(case.n, default) if a is None else a.astype(np.float64)
-            for a, default in ((case.gamma, 1.0), (case.beta, 0.0))
-        )
-        self.gamma = gamma + self.offset
+        gamma, self.beta = (np.zeros(case.n) if a is None else flat(a) for a in case[1:3])
+        self.gamma = gamma + self.offset + (case.gamma is None)
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s

@@ -4,10 +4,8 @@ Derivatives of a program by differences of the program itself, each with its own
 One argument is moved along D, to x+ = x + step D and x- = x - step D, both *formed in floating point*.
 <u, y+ - y-> is compared with <gradient, x+ - x->: the differences are exact (Sterbenz). The secants go
 through a Richardson tableau in step^2. An entry's bound is its disagreement with its two parents
-+ sum |weight| * noise / step, with measured noise. The entry with the least bound wins, and has a
-status. "smooth": its bound is small beside the secants. "rounding": the derivative is 0 but for
-rounding. "kink": left and right slope keep their distance. "no limit": nothing is known. The page on
-gradient checking has the reasons and the sources.
++ sum |weight| * noise / step, with measured noise; the least bound wins. The page on gradient checking
+has the reasons and the sources.
 """
 
 import functools
@@ -27,8 +25,8 @@ _STEPS = tuple(2.0**-k for k in range(2, 10))
 # Factors of shorter steps, for a kink nearby or a scale that misleads: at 2^-33 of the scale, the
 # rounding of float64 leaves a derivative 6 digits.
 _SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
-# Largest bound that says something, relative to the magnitudes in a secant. Where the steps suit the
-# function, bounds are 1e-6 of them and less; where they do not, about 1.
+# Largest bound that says something, relative to the magnitudes in a secant: bounds are 1e-6 of them
+# and less, or about 1 where the steps do not suit the function.
 _SETTLED = 2.0**-7
 # Largest noise, relative to what carries it: 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
@@ -50,6 +48,8 @@ _SAMPLE = 12
 # (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.
 _COARSEST = 1e-3
 
+# The best bound is small beside the secants; the derivative is 0 but for rounding; left and right
+# slope keep their distance; nothing is known.
 Status = Literal["smooth", "rounding", "kink", "no limit"]
 # The bound of an entry of the tableau, and its actual and numeric derivative.
 Best = tuple[float, float, float]
