@@ -31,6 +31,11 @@ class Case(NamedTuple):
     # "layer" or "rms".
     kind: str = "layer"
     gamma_offset: float = 0.0
+    name: str = ""
+    # A relative error that is not called wrong, though it is beyond the bounds.
+    tolerated: float = 0.0
+    # A careful program keeps digits on such data that a plain one loses: that is noted.
+    is_hard: bool = False
 
     @property
     def n(self) -> int:

@@ -224,11 +224,11 @@ def _look(
         # The two data sets must not contradict one another.
         return judged, tuple(s for s in said[-1] if all(s in each for each in said))
 
-    base = cases.ordinary(given, rng, cases.few(given, cases.ROWS))
+    base = cases.ordinary(given, rng, cases.few(given))
     ours = cases.equivalent(given, base, rng, takes_eps=takes_eps)
-    for layer, trials in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
-        for trial in trials:
-            findings.append(Finding(layer, trial.name, *cases.judge_trial(operation, trial)))
+    for layer, problems in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
+        for case in problems:
+            findings.append(Finding(layer, case.name, *cases.judge_case(operation, case)))
     return judged, ()
 
 
