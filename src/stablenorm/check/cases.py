@@ -9,7 +9,7 @@ from numpy.random import Generator
 from stablenorm.check.closed_form import Case, judge, unit
 from stablenorm.check.differences import name_pattern
 from stablenorm.check.operation import FaultError, Operation
-from stablenorm.check.results import FindingVerdict
+from stablenorm.check.results import Verdict
 from stablenorm.formats import format_of
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -129,7 +129,7 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
         yield base._replace(name="gamma = 0", gamma=0 * zeros)
 
 
-def judge_case(operation: Operation, case: Case) -> tuple[FindingVerdict, str]:
+def judge_case(operation: Operation, case: Case) -> tuple[Verdict, str]:
     """Return verdict and message of one problem: what is beyond rounding fails, lost digits are noted."""
     try:
         judged = judge(operation, case).values()

@@ -17,7 +17,6 @@ from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
 _SPREAD = 2.0**-20
-OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 
 class Case(NamedTuple):
@@ -192,7 +191,8 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     y, cache = run(operation, case)
     gradients = operation.gradients(case.dy.copy(), cache)
     expected, found = functools.cache(functools.partial(Expected, case)), {}
-    for name, argument, actual in zip(OUTPUTS, (case.x, *case[:3]), (y, *gradients), strict=True):
+    names, arguments = ("y", "dx", "dgamma", "dbeta"), (case.x, *case[:3])
+    for name, argument, actual in zip(names, arguments, (y, *gradients), strict=True):
         if argument is not None and actual is not None:
             output = as_array(name, actual, argument.shape)
             # The coarsest dtype of the output, its argument, x and dy.

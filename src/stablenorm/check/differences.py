@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from stablenorm.check.operation import Loss, flat, rms, tiniest, unit_roundoff
-from stablenorm.check.results import TINIEST, ArgumentResult, ArgumentVerdict, Finding
+from stablenorm.check.results import TINIEST, ArgumentResult, Finding, Verdict
 from stablenorm.types import Array
 
 # In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges
@@ -31,15 +31,12 @@ _SETTLED = 2.0**-7
 # Largest noise, relative to what carries it: 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
 # The line on which noise is measured: 9 points leave 4 differences of order 5 and 3 of order 6. At
-# this spacing, of the scale, the fifth difference of a smooth function is 2^-55 of it, out of sight
-# below float64, and the distance is an ulp of a float16.
+# this spacing, an ulp of a float16, the fifth difference of a smooth function is 2^-55 of it.
 _POINTS, _ORDERS, _SPACING = 9, (5, 6), 2.0**-11
 # Runs with tiny moves: of 8 moves, the rounding of a sum of two floats goes unseen once in 2^8 rows;
-# 18 runs leave 9 degrees of freedom. x goes six times their size at most, which adds the square of
-# that, 2^-56, to the noise of a smooth function.
+# 18 runs leave 9 degrees of freedom. Moves add their square, 2^-56, to a smooth function's noise.
 _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
-# From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
-# deviations of their difference.
+# From a standard deviation to a bound: that of a secant, whose ends are independent, 5.6 times.
 _SIGMAS = 4.0
 
 # Elements compared of an argument too large for all: special places and about as many random ones.
@@ -93,8 +90,7 @@ class _Row(NamedTuple):
     error: float
     # y at both ends of the step.
     ends: Array
-    # Magnitudes: of the terms of `numeric`, summed; of slope and of right minus left slope, as
-    # root sums of squares over the outputs, where nothing can cancel.
+    # Magnitudes in which nothing cancels: of the terms of `numeric`, of slope, of right minus left.
     size: float
     slope: float
     bend: float
@@ -112,8 +108,7 @@ class Argument:
         self._x, self._gradient = flat(self.x), flat(self.gradient)
         values = np.atleast_1d(self.gradient.astype(np.float64))
         u, row_rms = unit_roundoff(self.gradient.dtype), rms(values, -1)
-        # The size of a gradient that makes y change by its own size over a scale, and what 256
-        # roundings of such a gradient, or of this one, explain.
+        # That of a gradient that changes y by its size over a scale; 256 roundings of it or this one.
         self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
         self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
         shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
@@ -125,12 +120,12 @@ class Argument:
         self.bounds = np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
         # By length of the steps: long steps see, in part, the function itself.
         self._noise = functools.cache(self._measure_noise)
+        self.found: list[Estimate] = []
 
-    def compare(self, place: int | None) -> Estimate:
+    def compare(self, place: int | None) -> None:
         """Compare one element, given by its flat index, or along random signs for all (None)."""
-        # A wrong gradient differs at all steps from one derivative. Steps that reach past a kink see a
-        # mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
-        # FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
+        # A wrong gradient differs at all steps from one derivative. Where shorter steps find another,
+        # the longer ones reach past a kink: the shorter ones may say FAIL only if yet shorter agree.
         where = slice(None) if place is None else place
         scale = self.span[where]
         if place is None:
@@ -156,7 +151,7 @@ class Argument:
         # Short steps without an answer drown in rounding (float32), or move nothing.
         doubtful = confirmed is False or (confirmed is None and found.wavers)
         status = "no limit" if found.z > 1 and doubtful else found.status
-        return found._replace(status=status, place=place)
+        self.found.append(found._replace(status=status, place=place))
 
     def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
         """Compare along D, which moves the entries `where` by `scale`, with steps `factor` as long."""
@@ -180,8 +175,7 @@ class Argument:
                 # The first step goes farthest: later ones seldom move an output that it did not.
                 reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
                 noise, apart, usual = self._bound_noise(samples, level, reach)
-            # Outputs that moved now stand still: the step is below the resolution of the forward
-            # (float16 inside, say), and a derivative of zero would be an artefact.
+            # Outputs that moved now stand still: a step below the resolution of the forward.
             elif reach.any() and not moved.any():
                 break
             rows.append(row._replace(noise=noise / row.step))
@@ -239,10 +233,9 @@ class Argument:
     def _measure_noise(self, factor: float) -> tuple[list[Array], float]:
         """Return samples of the rounding noise of every element of u y, and its usual relative size."""
         # All elements move by random multiples of their ulp, so that every rounding is drawn anew:
-        # along a line, where high differences leave noise of a known multiple (ECNoise of More and
-        # Wild), and by random combinations of tiny moves, where all that is orthogonal to linear
-        # effects is noise. The line sees float16 inside, but not the rounding of a sum of 8 elements
-        # whose equal moves add up to 8 ulp.
+        # along a line, where high differences leave noise of a known multiple (More and Wild) and
+        # float16 inside is seen, and by random combinations of tiny moves, where all that is
+        # orthogonal to linear effects is noise, that of a sum over equal moves too.
         loss, rng, x, scale = self.loss, self._rng, self._x, self.span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
         smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
@@ -283,8 +276,6 @@ class Argument:
         usual = _norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
-        if not np.isfinite(loss.y[places]).all():
-            return math.inf, math.inf, usual
         terms = [each[:, places] for each in samples]
         variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
         # At least the usual noise of all outputs, in unrelated directions.
@@ -304,9 +295,10 @@ class Argument:
         chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
         return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
-    def judge(self, found: list[Estimate]) -> tuple[ArgumentResult, list[Finding]]:
-        """Turn the comparisons of one argument into its result, and say where it has no derivative."""
-        shape, elements = self.x.shape, [each for each in found if each.place is not None]
+    def judge(self) -> tuple[ArgumentResult, list[Finding]]:
+        """Turn the comparisons into a result, and say where there is no derivative."""
+        shape, found = self.x.shape, self.found
+        elements = [each for each in found if each.place is not None]
         # Errors are relative to the RMS of the numeric gradient. One that cannot be told from zero
         # (n = 1, a masked input) has no size of its own.
         known = [each for each in elements if each.judged]
@@ -325,7 +317,7 @@ class Argument:
         bent = [each.place for each in found if each.status == "kink"]
         at_kinks = sum(place is not None for place in bent)
         wrong = np.array([each.z > 1 for each in elements])
-        verdict: ArgumentVerdict = "INCONCLUSIVE"
+        verdict: Verdict = "INCONCLUSIVE"
         pattern = why = ""
         if failing := sum(each.z > 1 for each in found):
             verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
@@ -355,8 +347,8 @@ class Argument:
 
 def _norm(a: Array) -> float:
     """Return the root of the sum of squares."""
-    # np.linalg.norm starts threads of its BLAS for 10 000 numbers, which takes 30 times as long as
-    # the sum while others are busy (3 ms on two cores, 2026-11), and its bits depend on their number.
+    # np.linalg.norm starts threads of its BLAS, 30 times as slow for 10 000 numbers while others are
+    # busy (3 ms on two cores, 2026-11), and its bits depend on their number.
     return float(np.sqrt(np.sum(np.square(a))))
 
 
@@ -370,8 +362,7 @@ def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     bound, actual, numeric = best
     last = rows[-1]
     # Right and left slope keep their distance. Steps shrink to 0.4 .. 0.63 times the one before, and
-    # with them the bend of a smooth function; 0.4 % of the slope is a kink that would be taken for a
-    # wrong gradient.
+    # with them the bend of a smooth function; a kink of 0.4 % would be taken for a wrong gradient.
     bent = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
     bent = bent and last.bend > max(2.0**-8 * last.slope, 4 * level * usual / last.step)
     # Entries of the first steps may agree by chance on what the last ones no longer say.
@@ -381,14 +372,12 @@ def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     reach = bound + abs(newest - previous)
     # At a kink the slopes may cancel (|x| at 0), but not their difference.
     small = bound <= _SETTLED * (max(last.size, last.bend) if bent else last.size)
-    # A step function's slopes grow as steps shrink. A quarter: at a step of 2^-4 of the scale or
-    # less, slopes change by a hundredth.
+    # A step function's slopes grow as steps shrink; those of others change by a hundredth.
     before, after = rows[-2].slope, last.slope
     small = small and abs(after - before) <= 0.25 * max(after, before)
     if small and strayed <= reach:
         return "kink" if bent else "smooth"
-    # Nothing but rounding is left (a derivative that is zero, a forward in float16), as its size
-    # shows: steps too long for the function "measure" a noise of all of y.
+    # Nothing but rounding is left: but steps too long for the function "measure" a noise of all of y.
     little = last.noise * last.step <= _ROUNDING * usual and bound <= 8 * last.noise
     near = not bent and strayed <= reach + 2 * last.noise
     return "rounding" if (small or little) and near else "no limit"

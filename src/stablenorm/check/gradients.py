@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,9 @@ import numpy as np
 from stablenorm.check.differences import Argument
 from stablenorm.check.operation import Backward, FaultError, Loss, Operation, as_array
 from stablenorm.check.purity import CallRules
-from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.formats import check_dtype
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
@@ -83,11 +83,6 @@ def check_gradients(
         If an argument does not have one of the four floating dtypes; if `args` is empty or not
         finite, or `names` or `scales` do not match it.
 
-    See Also
-    --------
-    assert_gradients : The same for a test suite.
-    check_layer_norm : Knows more, for layer normalization.
-
     Notes
     -----
     `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` adds up half an
@@ -116,10 +111,12 @@ def check_gradients(
         loss = Loss(operation, [*arrays.values()], spans, rng)
         results, findings = _check(loss, probes, max_elements, progress)
     except FaultError as fault:
-        name, is_open = "the forward returns (y, cache)", fault.raised
-        findings = [Finding("contract", name, "INCONCLUSIVE" if is_open else "FAIL", str(fault))]
-        results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
-    about = [described(label, a) for label, a in arrays.items() if a is not None]
+        verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+        findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
+        why = "there is nothing to compare with"
+        results = [ArgumentResult(label, "NOT CHECKED", message=why) for label in arrays]
+    present = ((label, a) for label, a in arrays.items() if a is not None)
+    about = [f"{label} {shape_text(a.shape)} {a.dtype}" for label, a in present]
     return GradientReport(
         tuple(results),
         operation.forward_calls,
@@ -170,18 +167,16 @@ def _check(
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         why = "the forward is not deterministic"
-        return [_not_checked(label, why) for label in loss.spans], findings
+        return [ArgumentResult(label, "NOT CHECKED", message=why) for label in loss.spans], findings
 
     rules.widen_bounds()
-    work = [(each, each.places(max_elements, probes)) for each in sound]
-    done, total = count(1), sum(len(places) for _, places in work)
-    for argument, places in work:
-        found = []
-        for place in places:
-            found.append(argument.compare(place))
-            if progress is not None:
-                progress(next(done), total)
-        results[argument.name], bent = argument.judge(found)
+    work = [(each, place) for each in sound for place in each.places(max_elements, probes)]
+    for done, (argument, place) in enumerate(work, 1):
+        argument.compare(place)
+        if progress is not None:
+            progress(done, len(work))
+    for argument in sound:
+        results[argument.name], bent = argument.judge()
         findings += bent
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
@@ -191,27 +186,23 @@ def _check(
     return [results[label] for label in loss.spans], findings
 
 
-def _not_checked(name: str, message: str) -> ArgumentResult:
-    return ArgumentResult(name, "NOT CHECKED", message=message)
-
-
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Say what makes a comparison pointless, `fault` first; None if nothing does."""
-    if array is None:
-        return _not_checked(name, "the argument is None")
-    if gradient is None and not fault:
-        return _not_checked(name, NOT_RETURNED)
+    if array is None or (gradient is None and not fault):
+        why = "the argument is None" if array is None else NOT_RETURNED
+        return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
-        if not fault:
-            gradient = as_array("the gradient", gradient, array.shape)
-            if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
-                first = f"{gradient[places[0]]} at {places[0]}"
-                fault = f"the gradient must be finite, got {first} ({len(places)} such)"
+        gradient = array if fault else as_array("the gradient", gradient, array.shape)
+        if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
+            first = f"{gradient[places[0]]} at {places[0]}"
+            fault = f"the gradient must be finite, got {first} ({len(places)} such)"
     except FaultError as error:
         fault = str(error)
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
-    return None if array.size else _not_checked(name, "the argument is empty")
+    if not array.size:
+        return ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
+    return None
 
 
 def _check_args(

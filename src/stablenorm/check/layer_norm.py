@@ -16,16 +16,11 @@ from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.differences import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.operation import Backward, FaultError, Operation
-from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
+from stablenorm.text import shape_text
 from stablenorm.types import Array, check_eps
-
-# Name of the norm, and the terms that a diagnosis may name, by kind.
-_KINDS = {
-    "layer": ("a layer norm", "dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = gamma dy"),
-    "rms": ("an RMS norm", "dx = rstd (g - xhat mean(g xhat)), where g = gamma dy"),
-}
 
 
 def check_layer_norm(
@@ -76,11 +71,6 @@ def check_layer_norm(
     ------
     TypeError, ValueError
         As `check_gradients`, and if `eps` is negative or not finite.
-
-    See Also
-    --------
-    check_rms_norm : The same for RMS normalization.
-    check_gradients : For any operation; explains the bounds.
 
     Notes
     -----
@@ -179,9 +169,12 @@ def _check(
                 judged, named = _look(operation, norm, rng, findings)
             except FaultError as fault:
                 findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
-    about = f"{described('x', x)}, eps {eps:g}" + f", seed {seed}" * isinstance(seed, int)
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}"
+    about += f", seed {seed}" * isinstance(seed, int)
+    # A diagnosis may name the terms.
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
-        about += f"\n{_KINDS[kind][1]}"
+        mean = " - mean(g)" * (kind == "layer")
+        about += f"\ndx = rstd (g{mean} - xhat mean(g xhat)), where g = gamma dy"
     return GradientReport(
         tuple(_decided(each, judged.get(f"d{each.name}", [])) for each in report.arguments),
         report.forward_calls + operation.forward_calls,
@@ -271,11 +264,12 @@ def _about_y(y: Judged) -> str:
         return y.not_finite
     if y.error < closed_form.unit(case.n, 2.0**-24):
         return error + "as if something were kept in float32"
-    kind = {"layer": "rms", "rms": "layer"}[case.kind]
+    kind, name = {"layer": ("rms", "an RMS norm"), "rms": ("layer", "a layer norm")}[case.kind]
     other = Judged("y", y.actual, Expected(case._replace(kind=kind), y.expected.u))
     if np.isfinite(other.careless).all() and not other.wrong:
-        return error + f"it is that of {_KINDS[kind][0]}: say --kind {kind}, or check_{kind}_norm"
-    return error + f"this is not the {_KINDS[case.kind][0].split()[1]} normalization asked for"
+        return error + f"it is that of {name}: say --kind {kind}, or check_{kind}_norm"
+    asked = {"layer": "layer", "rms": "RMS"}[case.kind]
+    return error + f"this is not the {asked} normalization asked for"
 
 
 def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:

@@ -26,9 +26,6 @@ _LATEST = "it returns the gradients of the latest forward, whose cache it was no
 _OVERWRITTEN = "results, and the cache, are overwritten by the next call"
 _UNKNOWN = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
 
-# Results of one call, by what messages call them.
-Named = dict[str, Array]
-
 
 class CallRules:
     """The rules for one operation, and its arguments whose gradients can be compared."""
@@ -63,8 +60,8 @@ class CallRules:
 
     def widen_bounds(self) -> None:
         """Add to the bounds of each gradient the rounding errors that are measured in the backward."""
-        # They do not show in the size of a gradient whose terms cancel (a saturated softmax): multiples
-        # of dy are how far from giving multiples of the gradients, RMS along the last axis?
+        # The size of a gradient whose terms cancel (a saturated softmax) does not show them. Measured
+        # is how far multiples of dy are from giving its multiples, RMS along the last axis.
         try:
             runs = [*self._pulls(self._dy * factor for factor in (1, *_FACTORS))]
         except FaultError:
@@ -81,13 +78,13 @@ class CallRules:
             allowed = np.minimum(16 * np.maximum(measured - own, 0), argument.explained)
             argument.bounds += np.broadcast_to(allowed, a.shape).reshape(-1)
 
-    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> Iterator[Named]:
-        """Pull each dy back through one cache; yield the gradients that can be compared."""
+    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> Iterator[dict[str, Array]]:
+        """Pull each dy back through one cache; yield what can be compared, by its name in messages."""
         loss = self._loss
         cache = self._operation.forward(loss.args)[1] if cache is None else cache
         for dy in dys:
             given = dy.reshape(loss.shape).astype(loss.dtype)
-            returned, found = self._operation.gradients(given, cache), Named()
+            returned, found = self._operation.gradients(given, cache), dict[str, Array]()
             for name, each in self._arguments.items():
                 gradient = as_array(name, returned[each.position], each.x.shape)
                 found[name] = loss.settled(each.position, gradient)
@@ -181,7 +178,7 @@ def _bound(a: Array) -> float:
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
-def _differ(first: Named, *others: Named, bound: float = 0.0) -> str:
+def _differ(first: dict[str, Array], *others: dict[str, Array], bound: float = 0.0) -> str:
     """Say which results are apart by more than rounding, or `bound`, explains, and how far."""
     for name, one in first.items():
         for other in others:
