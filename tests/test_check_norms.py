@@ -7,7 +7,7 @@ from itertools import product
 import mistakes as m
 import numpy as np
 import pytest
-from checked_operations import check, data, failed
+from checked_operations import check, data
 from mistakes import Kept, backward, forward, rms_backward, rms_forward
 
 import stablenorm as sn
@@ -33,9 +33,10 @@ def test_every_known_mistake_is_found_and_named(kind, name, shape):
     report = check(PLAIN[kind][0], mistake.backward, *data(0, shape), rng=0, probes=1)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (mistake.diagnosis,)
-    assert failed(report) == {mistake.argument}
+    wrong = [result for result in report.arguments if result.verdict == "FAIL"]
+    assert [result.name for result in wrong] == [mistake.argument]
     # By differences too: the closed form takes over where they see nothing.
-    assert {r.method for r in report.arguments if r.verdict == "FAIL"} == {"secants"}
+    assert wrong[0].method == "secants"
 
 
 @pytest.mark.parametrize(
@@ -271,10 +272,7 @@ def test_a_y_of_the_other_norm_is_told_so():
     ],
 )
 def test_what_is_not_finite_is_told_with_its_rows(value, word, name, where, rows):
-    def wrong(dy, cache):
-        dx, *sums = backward(dy, cache)
-        return np.where(where(dx, cache.var), value, dx), *sums
-
+    wrong = spoiled(lambda _, k, a, b, c: (np.where(where(a, k.var), value, a), b, c))
     report = check_layer_norm(forward, wrong, *data(0), rng=0)
     (message,) = [f.message for f in report.findings if f.name == name]
     assert message == f"dx is {word} on {rows}"
@@ -304,9 +302,6 @@ def test_a_backward_that_modifies_dy_is_told_so_first():
     report = check_layer_norm(forward, in_place, rng=0)
     assert report.diagnosis[0] == "the backward modifies dy"
     assert str(report).splitlines()[1] == "  the backward modifies dy"
-
-    report = check(backward=lambda dy, x: (np.multiply(dy, np.cos(x), out=dy),))
-    assert report.diagnosis == ("the backward modifies dy",)
 
 
 def test_the_report_says_the_shape_and_what_g_is():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.closed_form import Expected, Judged, dx_terms, excess, row_mean, statistics
+from stablenorm.check.closed_form import Expected, Judged, excess, row_mean, statistics
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
@@ -117,8 +117,8 @@ def _explained(of: Expected, judged: Judged) -> str:
 
 def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
-    first, second, third = dx_terms(of.g, of.xhat)
-    terms = {"g": first, "the mean of g": -second, "the xhat term": -third}
+    g, minus_mean = of.g, np.broadcast_to(-row_mean(of.g), of.g.shape)
+    terms = {"g": g, "the mean of g": minus_mean, "the xhat term": -of.xhat * row_mean(g * of.xhat)}
     if of.case.kind == "rms":
         del terms["the mean of g"]
     matrix = np.stack([*terms.values()], axis=-1)
@@ -158,12 +158,11 @@ def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
             before, after = made.get("gamma", (1, 0))
             times = made.get("second", float(of.case.kind == "layer")), made.get("third", 1.0)
             g = of.dy * gamma**before
-            first, second, third = dx_terms(g, xhat)
             bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
             # Divided by s at the end, so that nothing overflows on the way.
             scale = rstd / of.rstd * made.get("factor", 1.0) * of.gamma**after / of.s
-            changed = scale * (first - times[0] * second - times[1] * third)
-            yield said, changed, np.abs(scale) * bound
+            terms = g - times[0] * row_mean(g) - times[1] * (xhat * row_mean(g * xhat))
+            yield said, scale * terms, np.abs(scale) * bound
         # Gamma is in no dgamma.
         elif "scale" not in made:
             yield said, np.sum(of.dy * xhat, axis=0), grown

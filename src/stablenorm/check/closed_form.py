@@ -82,11 +82,6 @@ def mean_of(a: Array, kind: str) -> Array:
     return row_mean(a) if kind == "layer" else np.zeros_like(a[..., :1])
 
 
-def dx_terms(g: Array, xhat: Array) -> tuple[Array, Array, Array]:
-    """Return the terms that dx / rstd may have: g, mean(g), xhat mean(g xhat)."""
-    return g, row_mean(g) + np.zeros_like(g), xhat * row_mean(g * xhat)
-
-
 class Expected:
     """The four outputs of one case with their bounds; `u` is the precision they are judged by."""
 
@@ -115,9 +110,9 @@ class Expected:
         of_xhat = (self._stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300) + self._shift
         bounds: Any
         if name == "dx":
-            first, _, third = dx_terms(self.g, xhat)
-            value = (first - mean_of(self.g, self.case.kind) - third) / self.s
-            *bounds, magnitude = (each / self.s for each in self.dx_bounds(self.g, xhat))
+            g = self.g
+            value = (g - mean_of(g, self.case.kind) - xhat * row_mean(g * xhat)) / self.s
+            *bounds, magnitude = (each / self.s for each in self.dx_bounds(g, xhat))
         elif name == "y":
             value, magnitude = gamma * xhat + self.beta, np.abs(gamma * xhat) + np.abs(self.beta)
             bounds = 4 * self.u * magnitude + np.abs(gamma) * of_xhat
@@ -173,9 +168,9 @@ class Judged:
             return ""
         what = f"{self.name} is {'NaN' if np.isnan(self.actual[bad]).any() else 'infinite'}"
         # dgamma and dbeta are one row.
-        rows = np.flatnonzero(np.atleast_2d(bad).any(axis=-1))
-        if bad.ndim < 2 or len(rows) == len(bad):
+        if bad.ndim < 2 or bad.any(axis=-1).all():
             return what + " on all rows" * (bad.ndim > 1)
+        rows = np.flatnonzero(bad.any(axis=-1))
         listed = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5)
         return f"{what} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"
 
