@@ -1,5 +1,6 @@
 """Broken by verdicts, causes and words of `check_layer_norm` and `check_rms_norm`."""
 
+import inspect
 import re
 from functools import partial
 from itertools import product
@@ -311,6 +312,10 @@ def test_the_report_says_the_shape_and_what_g_is():
     assert "g = gamma dy" in text
     assert "g = gamma dy" not in str(check_layer_norm(forward, backward, *data(0), rng=0))
     assert "x 3 x 4 float64" in str(check())
+
+
+def test_both_checks_have_the_same_keywords():
+    assert inspect.signature(check_rms_norm) == inspect.signature(check_layer_norm)
 
 
 def test_a_norm_is_called_by_the_names_of_its_arguments():

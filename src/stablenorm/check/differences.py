@@ -88,14 +88,10 @@ class _Row(NamedTuple):
     actual: float
     # Errors other than noise: of the sum, and of a centre that is not exactly x.
     error: float
-    # y at both ends of the step.
-    ends: Array
     # Magnitudes in which nothing cancels: of the terms of `numeric`, of slope, of right minus left.
     size: float
     slope: float
     bend: float
-    # Noise may move `numeric` by so much.
-    noise: float = math.inf
 
 
 class Argument:
@@ -167,19 +163,20 @@ class Argument:
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            row = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
-            if row is None:
+            made = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
+            if made is None:
                 continue
-            moved = row.ends[0] != row.ends[1]
+            row, ends = made
+            moved = ends[0] != ends[1]
             if not rows:
                 # The first step goes farthest: later ones seldom move an output that it did not.
-                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
+                reach = np.where(moved, np.max(np.abs([self.loss.y, *ends]), axis=0), 0.0)
                 noise, apart, usual = self._bound_noise(samples, level, reach)
             # Outputs that moved now stand still: a step below the resolution of the forward.
             elif reach.any() and not moved.any():
                 break
-            rows.append(row._replace(noise=noise / row.step))
-            tableau, entry = _extend(tableau, rows)
+            rows.append(row)
+            tableau, entry = _extend(tableau, rows, noise)
             stale = 0 if entry[0] < best[0] else stale + 1
             bound, actual, numeric = best = min(best, entry)
             # Never on a difference: beside a kink, only the steps that do not reach it are right.
@@ -189,19 +186,19 @@ class Argument:
                 break
         status: Status = "no limit"
         if len(rows) > 1 and np.isfinite(best[0]):
-            status = _status(best, rows, usual, level)
+            status = _status(best, rows, noise, usual, level)
         # Secants change more though steps are shorter: as 1 - d / step, past a kink at d.
-        wavers = any(
-            abs(c.numeric - b.numeric)
-            > max(abs(b.numeric - a.numeric), math.hypot(b.noise, c.noise))
-            for a, b, c in zip(rows, rows[1:], rows[2:], strict=False)
-        )
+        changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
+        noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
+        wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
         bound, actual, numeric = (each / unit for each in best)
         bound_actual = (apart if rows else math.inf) / unit + rounding
         return Estimate(actual, numeric, bound, bound_actual, status, wavers)
 
-    def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
-        """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
+    def _secant(
+        self, where: Any, scale: Array, gradient: Array, step: float
+    ) -> tuple[_Row, Array] | None:
+        """Form x+ and x-, compare, and return the y of both; None where the dtype cannot make this step."""
         loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
@@ -228,7 +225,7 @@ class Argument:
         error = _sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
         slope = _norm(terms) / (2 * step)
-        return _Row(step, numeric, actual, error, ends, size, slope, _norm(bends))
+        return _Row(step, numeric, actual, error, size, slope, _norm(bends)), ends
 
     def _measure_noise(self, factor: float) -> tuple[list[Array], float]:
         """Return samples of the rounding noise of every element of u y, and its usual relative size."""
@@ -357,7 +354,7 @@ def _sum_rounding(terms: Array) -> float:
     return (math.log2(terms.size + 1) + 8) * 2.0**-53 * float(np.sum(np.abs(terms)))
 
 
-def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
+def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     bound, actual, numeric = best
     last = rows[-1]
@@ -378,18 +375,18 @@ def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     if small and strayed <= reach:
         return "kink" if bent else "smooth"
     # Nothing but rounding is left: but steps too long for the function "measure" a noise of all of y.
-    little = last.noise * last.step <= _ROUNDING * usual and bound <= 8 * last.noise
-    near = not bent and strayed <= reach + 2 * last.noise
+    little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
+    near = not bent and strayed <= reach + 2 * noise / last.step
     return "rounding" if (small or little) and near else "no limit"
 
 
-def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]:
+def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list[Array], Best]:
     """Add the newest secant to the tableau, of entries (actual, numeric, *weights of the secants)."""
     k = len(rows) - 1
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
     line, best = [entry], (math.inf, math.nan, math.nan)
-    disturbance = np.array([row.noise + row.error for row in rows])
+    disturbance = np.array([noise / row.step + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2

@@ -43,7 +43,7 @@ def check_gradients(
         What it raises or warns of near them is not passed on.
     backward : callable
         ``backward(dy, cache) -> gradients``, a tuple, NamedTuple or list in the order of `args`,
-        each of the shape of its argument and of any floating dtype; None: not checked. `dy` has
+        each of the shape of its argument and of any floating dtype; None: not checked. `dy` is of
         the shape and dtype of `y`.
     args : sequence of array or None
         Where to check: float16, bfloat16, float32 or float64, finite. None is passed on, and its
