@@ -69,13 +69,11 @@ def _with_dx(make: Callable[[Array, Kept], Array]) -> Backward:
     return lambda dy, c: (make(c.gamma * dy, c), _sum_rows(dy * c.xhat), _sum_rows(dy))
 
 
-def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    return np.asarray(rstd * (g - _mean(g) - xhat * _mean(g * xhat)))
+def _dx(g: Array, xhat: Array, rstd: Array, *, center: bool = True) -> Array:
+    return np.asarray(rstd * (g - _mean(g) * center - xhat * _mean(g * xhat)))
 
 
-def _rms_dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    return np.asarray(rstd * (g - xhat * _mean(g * xhat)))
-
+_rms_dx = partial(_dx, center=False)
 
 # The right dx, dgamma, dbeta, in the plain form, for the caches of both forwards.
 backward = _with_dx(lambda g, c: _dx(g, c.xhat, c.rstd))

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import Loss, flat, rms, tiniest, unit_roundoff
+from stablenorm.check.operation import FaultError, Loss, as_array, flat, rms, tiniest, unit_roundoff
 from stablenorm.check.results import TINIEST, ArgumentResult, Finding, Verdict
 from stablenorm.types import Array
 
@@ -97,17 +97,18 @@ class _Row(NamedTuple):
 class Argument:
     """An argument whose gradient is compared along any direction; `span` is its scale, flat."""
 
-    def __init__(self, loss: Loss, position: int, gradient: Array):
+    def __init__(self, loss: Loss, position: int, gradients: list[Any]):
         self.name, self.span = [*loss.spans.items()][position]
-        self.loss, self.position, self._rng = loss, position, loss.rng
-        self.x, self.gradient = np.asarray(loss.args[position]), loss.settled(position, gradient)
+        self.label, self.x = f"the gradient of {self.name}", np.asarray(loss.args[position])
+        self.loss, self._position, self._rng = loss, position, loss.rng
+        self.gradient = self.settled(gradients)
         self._x, self._gradient = flat(self.x), flat(self.gradient)
         values = np.atleast_1d(self.gradient.astype(np.float64))
         u, row_rms = unit_roundoff(self.gradient.dtype), rms(values, -1)
         # That of a gradient that changes y by its size over a scale; 256 roundings of it or this one.
         self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
         self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
-        shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
+        shapes = [loss.dy.shape, *(a.shape for a in loss.args if a is not None)]
         # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
         terms = max([length for s in shapes for length in s] + [loss.y.size / values.size, 1])
         half_ulp = np.maximum(u * np.abs(values), tiniest(self.gradient.dtype) / 2)
@@ -117,6 +118,14 @@ class Argument:
         # By length of the steps: long steps see, in part, the function itself.
         self._noise = functools.cache(self._measure_noise)
         self.found: list[Estimate] = []
+
+    def settled(self, gradients: list[Any]) -> Array:
+        """Copy its own of all gradients, rounded to the coarsest dtype of it, of x and of dy."""
+        gradient = as_array(self.label, gradients[self._position], self.x.shape)
+        # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
+        dtypes = gradient.dtype, self.x.dtype, self.loss.dy.dtype
+        rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
+        return rounded if np.isfinite(rounded).all() else gradient.copy()
 
     def compare(self, place: int | None) -> None:
         """Compare one element, given by its flat index, or along random signs for all (None)."""
@@ -211,7 +220,7 @@ class Argument:
         # The tableau believes in one direction: rounding x may take it off by a sixteenth.
         if not _norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
-        ends = np.array([loss.output(self.position, where, end) for end in (plus, minus)])
+        ends = np.array([self._output(where, end) for end in (plus, minus)])
         if not np.isfinite(ends).all():
             return None
         # The step that was taken; for a single element, this makes `actual` the gradient itself.
@@ -226,6 +235,16 @@ class Argument:
         error += abs(float(np.sum(bends))) / step * off_centre
         slope = _norm(terms) / (2 * step)
         return _Row(step, numeric, actual, error, size, slope, _norm(bends)), ends
+
+    def _output(self, where: Any, values: Array) -> Array:
+        """Return y, flat, with the entries `where` of x replaced; NaN if there is none."""
+        loss, args, moved = self.loss, [*self.loss.args], np.array(self.x, order="C")
+        moved.reshape(-1)[where], args[self._position] = values.astype(moved.dtype), moved
+        try:
+            return flat(as_array("y", loss.operation.forward(args)[0], loss.dy.shape))
+        except FaultError as fault:
+            loss.faults.setdefault(fault.raised, str(fault))
+        return np.full(loss.y.size, np.nan)
 
     def _measure_noise(self, factor: float) -> tuple[list[Array], float]:
         """Return samples of the rounding noise of every element of u y, and its usual relative size."""
@@ -245,7 +264,7 @@ class Argument:
             return np.asarray(np.round(factors * ulps) * quantum)
 
         def outputs(offsets: Array) -> Array:
-            values = [loss.output(self.position, slice(None), x + each) for each in offsets[1:]]
+            values = [self._output(slice(None), x + each) for each in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
             # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)
@@ -263,7 +282,7 @@ class Argument:
         size = np.abs(loss.u * loss.y)
         relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
-        return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
+        return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dy.dtype))
 
     def _bound_noise(
         self, samples: list[Array], level: float, reach: Array

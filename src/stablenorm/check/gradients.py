@@ -43,18 +43,17 @@ def check_gradients(
         What it raises or warns of near them is not passed on.
     backward : callable
         ``backward(dy, cache) -> gradients``, a tuple, NamedTuple or list in the order of `args`,
-        each of the shape of its argument and of any floating dtype; None: not checked. `dy` is of
-        the shape and dtype of `y`.
+        each of the shape of its argument and of any floating dtype; None: not checked. `dy` is as `y`.
     args : sequence of array or None
-        Where to check: float16, bfloat16, float32 or float64, finite. None is passed on, and its
-        gradient is not looked at. Not modified: `forward` gets copies. To check a float32
-        backward finely, give float64 arrays here and let `backward` return float32 gradients.
+        Where to check: float16, bfloat16, float32 or float64, finite. Not modified. None is passed
+        on, and its gradient not looked at. To check a float32 backward finely, give float64 arrays
+        here and let `backward` return float32 gradients.
     names : sequence of str, optional
         Names of the arguments in the report. Default: ``args[0]``, ``args[1]``, ...
     scales : sequence, optional
-        For each argument the length over which the forward changes appreciably: a positive scalar
-        or an array that broadcasts to it, or None for the default, the standard deviation along
-        the last axis. Never \|x\|: a forward that ignores an offset is left behind by such a step.
+        For each argument the length over which the forward changes appreciably: positive, a scalar or
+        an array that broadcasts to it. Default, and None: the standard deviation along the last axis.
+        Never \|x\|: a forward that ignores an offset is left behind by such a step.
     rng : int or numpy.random.Generator, optional
         For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
     probes, max_elements : int, default: 3 and 64
@@ -68,13 +67,12 @@ def check_gradients(
     GradientReport
         What the functions under test do wrong is in `findings` and never raised. `verdict` is
 
-        - FAIL if an element differs by more than both bounds; if a gradient is missing, has a
-          wrong shape, is not floating or not finite; or if the contract is broken: inputs are
-          modified, results are random, or the backward is not linear in dy;
+        - FAIL if an element differs by more than both bounds; if a gradient is missing, has a wrong
+          shape, is not floating or not finite; or if the contract is broken: inputs are modified,
+          results are random, or the backward is not linear in dy;
         - INCONCLUSIVE if both bounds together exceed 1e-3 of the element and of the RMS of the
-          gradient (16 roundings of its dtype, where that is more); if the secants have no limit;
-          if half the elements or more lie at kinks; if the forward raises; or if nothing could
-          be compared;
+          gradient (16 roundings of its dtype, where that is more); if the secants have no limit; if
+          half the elements or more are at kinks; if the forward raises; or if nothing was compared;
         - PASS otherwise.
 
     Raises
@@ -154,7 +152,7 @@ def _check(
     form, gradients, sound = "", [None] * len(loss.args), []
     # A backward that raises should do so at once.
     try:
-        gradients = loss.operation.gradients(loss.cotangent(), loss.cache)
+        gradients = loss.operation.gradients(loss.dy.copy(), loss.cache)
     except FaultError as fault:
         form = str(fault)
     results: dict[str, ArgumentResult] = {}
@@ -162,7 +160,7 @@ def _check(
         if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
         else:
-            sound.append(Argument(loss, i, np.asarray(gradients[i])))
+            sound.append(Argument(loss, i, gradients))
     rules = CallRules(loss, sound)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):

@@ -74,10 +74,10 @@ def check_layer_norm(
 
     Notes
     -----
-    Code that is right but less accurate than two passes in the given dtypes gets a NOTE, not a
-    failure: a variance from E[x^2] - E[x]^2 under an offset, for example. float64 results that
-    are right to float32 only are wrong. Finite differences of float32 are too coarse for a verdict:
-    the closed form decides alone, unless an offset leaves x too few digits (INCONCLUSIVE).
+    Code that is right but less accurate than two passes in the given dtypes gets a NOTE: a variance
+    from E[x^2] - E[x]^2 under an offset, for example. float64 results that are right to float32 only
+    are wrong. Finite differences of float32 are too coarse for a verdict: the closed form decides
+    alone, unless an offset leaves x too few digits (INCONCLUSIVE).
 
     Examples
     --------
@@ -152,9 +152,7 @@ def _check(
         scale = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
     options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
-    report = check_gradients(
-        lambda *args: forward(*args, eps), backward, [x, gamma, beta], **options
-    )
+    report = check_gradients(lambda *a: forward(*a, eps), backward, [x, gamma, beta], **options)
     operation, findings = Operation(forward, backward, 3), list(report.findings)
     for each in report.arguments:
         if each.message == NOT_RETURNED:

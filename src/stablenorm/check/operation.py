@@ -123,36 +123,16 @@ class Loss:
 
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
-        y, self.cache = operation.forward(args)
-        self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
-        self.y, self.u = flat(y), self.draw(y.size)
+        self.y_as_returned, self.cache = operation.forward(args)
+        self.y = flat(self.y_as_returned)
+        self.u = self.draw()
+        self.dy = self.u.reshape(self.y_as_returned.shape).astype(self.y_as_returned.dtype)
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
-    def draw(self, size: int) -> Array:
-        """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""
+    def draw(self) -> Array:
+        """Draw a cotangent, flat: signed, no zeros, and the same in all four dtypes."""
         # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
         # holds a number and three times its size exactly.
-        u = np.round(self.rng.standard_normal(size) * 16).clip(-63, 63) / 16
+        u = np.round(self.rng.standard_normal(self.y.size) * 16).clip(-63, 63) / 16
         return np.where(u == 0, 0.0625, u)
-
-    def cotangent(self) -> Array:
-        """Return u as dy: of the shape and dtype of y."""
-        return self.u.reshape(self.shape).astype(self.dtype)
-
-    def settled(self, position: int, gradient: Array) -> Array:
-        """Copy a gradient, rounded to the coarsest dtype of it, of its argument and of dy."""
-        # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
-        dtypes = gradient.dtype, np.asarray(self.args[position]).dtype, self.dtype
-        rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
-        return rounded if np.isfinite(rounded).all() else gradient.copy()
-
-    def output(self, position: int, where: Any, values: Array) -> Array:
-        """Return y, flat, with the entries `where` of one argument replaced; NaN if there is none."""
-        args, moved = [*self.args], np.array(self.args[position], order="C")
-        moved.reshape(-1)[where], args[position] = values.astype(moved.dtype), moved
-        try:
-            return flat(as_array("y", self.operation.forward(args)[0], self.shape))
-        except FaultError as fault:
-            self.faults.setdefault(fault.raised, str(fault))
-        return np.full(self.y.size, np.nan)

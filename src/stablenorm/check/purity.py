@@ -31,8 +31,8 @@ class CallRules:
     """The rules for one operation, and its arguments whose gradients can be compared."""
 
     def __init__(self, loss: Loss, arguments: list[Argument]):
-        self._loss, self._operation, self._dy = loss, loss.operation, flat(loss.cotangent())
-        self._arguments = {f"the gradient of {each.name}": each for each in arguments}
+        self._loss, self._operation, self._dy = loss, loss.operation, flat(loss.dy)
+        self._arguments = {each.label: each for each in arguments}
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
@@ -80,15 +80,11 @@ class CallRules:
 
     def _pulls(self, dys: Iterable[Array], cache: Any = None) -> Iterator[dict[str, Array]]:
         """Pull each dy back through one cache; yield what can be compared, by its name in messages."""
-        loss = self._loss
-        cache = self._operation.forward(loss.args)[1] if cache is None else cache
-        for dy in dys:
-            given = dy.reshape(loss.shape).astype(loss.dtype)
-            returned, found = self._operation.gradients(given, cache), dict[str, Array]()
-            for name, each in self._arguments.items():
-                gradient = as_array(name, returned[each.position], each.x.shape)
-                found[name] = loss.settled(each.position, gradient)
-            yield found
+        dy = self._loss.dy
+        cache = self._operation.forward(self._loss.args)[1] if cache is None else cache
+        for each in dys:
+            returned = self._operation.gradients(each.reshape(dy.shape).astype(dy.dtype), cache)
+            yield {name: a.settled(returned) for name, a in self._arguments.items()}
 
     def _random(self, way: str) -> str:
         """Say which results differ, and how far, where a call is repeated."""
@@ -99,7 +95,7 @@ class CallRules:
 
     def _modified(self, way: str) -> str:
         """Say which arrays a call modifies."""
-        args, dy, cache = copies(self._loss.args), self._loss.cotangent(), None
+        args, dy, cache = copies(self._loss.args), self._loss.dy.copy(), None
         if way == "backward":
             cache = self._operation.forward(args, copy=False)[1]
         held = [("dy", dy), *zip(self._loss.spans, args, strict=True), ("the cache", cache)]
@@ -113,7 +109,7 @@ class CallRules:
 
     def _linear(self) -> str:
         """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
-        dy, other = self._dy, self._loss.draw(self._dy.size)
+        dy, other = self._dy, self._loss.draw()
         # The sum is exact in every dtype, see `Loss.draw`.
         runs = [*self._pulls((dy, other, 2 * dy + other))]
         for name, argument in self._arguments.items():
