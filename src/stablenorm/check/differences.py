@@ -105,7 +105,7 @@ class Argument:
         self._x, self._gradient = flat(self.x), flat(self.gradient)
         values = np.atleast_1d(self.gradient.astype(np.float64))
         u, row_rms = unit_roundoff(self.gradient.dtype), rms(values, -1)
-        # That of a gradient that changes y by its size over a scale; 256 roundings of it or this one.
+        # Sizes: of a gradient that changes y by its own over a scale, of 256 roundings of the larger.
         self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
         self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
         shapes = [loss.dy.shape, *(a.shape for a in loss.args if a is not None)]
