@@ -22,8 +22,8 @@ Guess = tuple[str, Array, Array]
 Cause = tuple[str, dict[str, Any]]
 
 
-def _causes_of_xhat(of: Expected) -> Iterator[Cause]:
-    """Yield the mistakes in rstd, the mean of x and gamma that any output may show."""
+def _causes(name: str, of: Expected) -> Iterator[Cause]:
+    """Yield the mistakes that an output may show: in rstd, the mean of x, gamma and the terms of dx."""
     var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.case.kind == "layer"
     if is_layer:
         for biased in (var * of.per_less + eps, (var + eps) * of.per_less):
@@ -48,28 +48,26 @@ def _causes_of_xhat(of: Expected) -> Iterator[Cause]:
             yield f"the mean is kept in {narrow}", {"mean": of.mean.astype(narrow)}
     if of.offset:
         yield "gamma_offset is not added to gamma", {"scale": of.gamma - of.offset}
-
-
-def _causes_of_dx(of: Expected) -> Iterator[Cause]:
-    """Yield the mistakes in the terms of dx: how often each is subtracted, factors, gamma's place."""
+    if name != "dx":
+        return
     shape, terms = of.case.x.shape, [("third", "the xhat term", of.g * of.xhat)]
-    if of.case.kind == "layer":
+    if is_layer:
         terms.append(("second", "the mean of g", of.g))
     else:
         yield "the mean of g is subtracted", {"second": 1.0}
         # A factor of rstd short, or one too many: rstd^3 goes with x.
         yield "the xhat term lacks rstd", {"third": of.s}
         yield "the xhat term has rstd twice", {"third": of.rstd}
-    for term, name, product in terms:
-        yield f"{name} is missing from {{}}", {term: 0.0}
-        yield f"{name} is subtracted twice", {term: 2.0}
-        yield f"{name} is added, not subtracted", {term: -1.0}
-        yield f"{name} is divided by n - 1", {term: of.per_less}
-        yield f"{name} is not divided by n", {term: of.n}
+    for term, what, product in terms:
+        yield f"{what} is missing from {{}}", {term: 0.0}
+        yield f"{what} is subtracted twice", {term: 2.0}
+        yield f"{what} is added, not subtracted", {term: -1.0}
+        yield f"{what} is divided by n - 1", {term: of.per_less}
+        yield f"{what} is not divided by n", {term: of.n}
         for axes in (slice(1), slice(-1)):
             mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
             times = np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product)
-            yield f"{name} is a mean over the leading axes, not the last, in {{}}", {term: times}
+            yield f"{what} is a mean over the leading axes, not the last, in {{}}", {term: times}
     yield "rstd is missing from {}", {"factor": 1 / of.rstd}
     yield "rstd is applied twice", {"factor": of.rstd}
     yield "{} has the wrong sign", {"factor": -1.0}
@@ -145,8 +143,7 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
 
 def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
     """Yield what each cause would make of one output."""
-    causes = [*_causes_of_xhat(of), *(_causes_of_dx(of) if name == "dx" else ())]
-    for words, made in causes:
+    for words, made in _causes(name, of):
         said = words + " in {}" * ("{}" not in words)
         rstd, gamma = made.get("rstd", of.rstd), made.get("scale", of.gamma)
         # The difference of the means: rounding a mean once more would hide the change.
