@@ -38,10 +38,6 @@ def check(forward=sine, backward=cosine, args=(X,), **options):
     return check_gradients(forward, backward, args, names=["x", "w"][: len(args)], rng=0, **options)
 
 
-def failed(report):
-    return {result.name for result in report.arguments if result.verdict == "FAIL"}
-
-
 def found(report, name):
     """Return the one finding whose name has `name` in it, on one line."""
     (finding,) = (f for f in report.findings if name in f.name)

@@ -8,6 +8,7 @@ spoils one gradient and leaves the other two right, so that it can be asked wher
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,6 @@ from stablenorm.types import Array, bfloat16
 Gradients = tuple[Array, Array, Array]
 Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
 Backward = Callable[[Array, Any], Gradients]
-
-# Rows and columns of a block of `_blocked`: small, so that small inputs have several.
-_BLOCK = 5
 
 
 class Kept(NamedTuple):
@@ -50,22 +48,20 @@ def _sum_rows(a: Array) -> Array:
     return np.asarray(a.reshape(-1, a.shape[-1]).sum(axis=0))
 
 
-def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
+def forward(
+    x: Array, gamma: Array, beta: Array, eps: float = 1e-5, *, center: bool = True
+) -> tuple[Array, Kept]:
     """Normalize over the last axis in two passes, in the dtype given; return y and the cache."""
-    return _forward(x, gamma, beta, float(eps), _mean(x))
-
-
-def rms_forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
-    """Divide by the root mean square of the last axis, in the dtype given; the cache has mean 0."""
-    return _forward(x, gamma, beta, float(eps), np.zeros_like(_mean(x)))
-
-
-def _forward(x: Array, gamma: Array, beta: Array, eps: float, mean: Array) -> tuple[Array, Kept]:
+    mean = _mean(x) * center
     centered = x - mean
     var = _mean(centered * centered)
-    rstd = 1 / np.sqrt(var + eps)
+    rstd = 1 / np.sqrt(var + float(eps))
     xhat = centered * rstd
-    return gamma * xhat + beta, Kept(x, gamma, eps, mean, var, rstd, xhat)
+    return gamma * xhat + beta, Kept(x, gamma, float(eps), mean, var, rstd, xhat)
+
+
+# Divides by the root mean square of the last axis; the cache has mean 0.
+rms_forward = partial(forward, center=False)
 
 
 def _with_dx(make: Callable[[Array, Kept], Array]) -> Backward:
@@ -73,13 +69,11 @@ def _with_dx(make: Callable[[Array, Kept], Array]) -> Backward:
     return lambda dy, c: (make(c.gamma * dy, c), _sum_rows(dy * c.xhat), _sum_rows(dy))
 
 
-def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    return np.asarray(rstd * (g - _mean(g) - xhat * _mean(g * xhat)))
+def _dx(g: Array, xhat: Array, rstd: Array, *, center: bool = True) -> Array:
+    return np.asarray(rstd * (g - _mean(g) * center - xhat * _mean(g * xhat)))
 
 
-def _rms_dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    return np.asarray(rstd * (g - xhat * _mean(g * xhat)))
-
+_rms_dx = partial(_dx, center=False)
 
 # The right dx, dgamma, dbeta, in the plain form, for the caches of both forwards.
 backward = _with_dx(lambda g, c: _dx(g, c.xhat, c.rstd))
@@ -100,17 +94,7 @@ def _spoiled_dx(where: Any, factor: float) -> Backward:
 
 def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _dx) -> Backward:
     """Build a backward that recomputes rstd, and from it xhat, for dx."""
-
-    def wrong(g: Array, cache: Kept) -> Array:
-        rstd = make(cache)
-        return project(g, (cache.x - cache.mean) * rstd, rstd)
-
-    return _with_dx(wrong)
-
-
-def _with_dgamma(right: Backward) -> Backward:
-    """Build a backward whose dgamma is made of the centered x."""
-    return lambda dy, c: (right(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy))
+    return _with_dx(lambda g, c: project(g, (c.x - c.mean) * make(c), make(c)))
 
 
 # fmt: off
@@ -121,7 +105,9 @@ MISTAKES: dict[str, Mistake] = {
         _with_dx(lambda g, c: c.rstd * (g - _mean(g))), "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
         _with_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
-    "dgamma without rstd": Mistake(_with_dgamma(backward), "dgamma lacks rstd", "gamma"),
+    "dgamma without rstd": Mistake(
+        lambda dy, c: (backward(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy)),
+        "dgamma lacks rstd", "gamma"),
     "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "the last row of dx is zero"),
     "dx[0, 0] sign": Mistake(_spoiled_dx((0, 0), -1), "element (0, 0) of dx has the wrong sign"),
     "dx[0, 0] * 1.01": Mistake(
@@ -169,7 +155,9 @@ RMS_MISTAKES: dict[str, Mistake] = {
         "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
     "eps omitted": Mistake(
         _with_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "eps is missing from rstd in dx"),
-    "dgamma without rstd": Mistake(_with_dgamma(rms_backward), "dgamma lacks rstd", "gamma"),
+    "dgamma without rstd": Mistake(
+        lambda dy, c: (rms_backward(dy, c)[0], _sum_rows(dy * c.x), _sum_rows(dy)),
+        "dgamma lacks rstd", "gamma"),
 }
 # fmt: on
 
@@ -192,35 +180,27 @@ def _n_times_dy(g: Array, cache: Kept) -> Array:
     return np.asarray(cache.rstd / n * (n * g - total - cache.xhat * slope))
 
 
-def _expanded(dy: Array, cache: Kept) -> Gradients:
+def _expanded(dy: Array, cache: Kept, *, center: bool = True) -> Gradients:
     """Written out in sums over centered x, as fused kernels do: dx = a g + b centered + c."""
     n, g, centered, a = dy.shape[-1], cache.gamma * dy, cache.x - cache.mean, cache.rstd
     b = -(a**3) * (g * centered).sum(axis=-1, keepdims=True) / n
-    c = -a * g.sum(axis=-1, keepdims=True) / n
+    c = -a * g.sum(axis=-1, keepdims=True) / n * center
     return a * g + b * centered + c, _sum_rows(dy * centered * a), _sum_rows(dy)
 
 
-def _rms_expanded(dy: Array, cache: Kept) -> Gradients:
-    """The same without a mean: dx = rstd g + b x."""
-    n, g, x, rstd = dy.shape[-1], cache.gamma * dy, cache.x, cache.rstd
-    b = -(rstd**3) * (g * x).sum(axis=-1, keepdims=True) / n
-    return rstd * g + b * x, _sum_rows(dy * x * rstd), _sum_rows(dy)
-
-
 def _blocked(dy: Array, cache: Kept) -> Gradients:
-    """Rows and columns in blocks, partial sums added up."""
-    n, g, xhat = dy.shape[-1], cache.gamma * dy, cache.xhat
-    columns, rows = (
-        [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
-        for size in (n, dy.size // n)
-    )
+    """Rows and columns in blocks of 5, partial sums added up."""
+    g, xhat, n = cache.gamma * dy, cache.xhat, dy.shape[-1]
+    starts = range(5, n, 5), range(5, dy.size // n, 5)
     total, slope = (
-        sum(a[..., block].sum(axis=-1, keepdims=True) for block in columns) for a in (g, g * xhat)
+        sum(part.sum(axis=-1, keepdims=True) for part in np.split(a, starts[0], axis=-1)) / n
+        for a in (g, g * xhat)
     )
     dgamma, dbeta = (
-        sum(a.reshape(-1, n)[block].sum(axis=0) for block in rows) for a in (dy * xhat, dy)
+        sum(part.sum(axis=0) for part in np.split(a.reshape(-1, n), starts[1]))
+        for a in (dy * xhat, dy)
     )
-    return cache.rstd * (g - total / n - xhat * (slope / n)), dgamma, dbeta
+    return cache.rstd * (g - total - xhat * slope), dgamma, dbeta
 
 
 VARIANTS: dict[str, tuple[Forward, Backward]] = {
@@ -232,5 +212,5 @@ VARIANTS: dict[str, tuple[Forward, Backward]] = {
 }
 RMS_VARIANTS: dict[str, tuple[Forward, Backward]] = {
     "plain": (rms_forward, rms_backward),
-    "expanded": (rms_forward, _rms_expanded),
+    "expanded": (rms_forward, partial(_expanded, center=False)),
 }

@@ -1,5 +1,6 @@
 """Broken by verdicts, causes and words of `check_layer_norm` and `check_rms_norm`."""
 
+import inspect
 import re
 from functools import partial
 from itertools import product
@@ -7,7 +8,7 @@ from itertools import product
 import mistakes as m
 import numpy as np
 import pytest
-from checked_operations import check, data, failed
+from checked_operations import check, data
 from mistakes import Kept, backward, forward, rms_backward, rms_forward
 
 import stablenorm as sn
@@ -19,6 +20,8 @@ NORMS = {
     "layer": (check_layer_norm, *OURS),
     "rms": (check_rms_norm, sn.rms_norm_forward, sn.rms_norm_backward),
 }
+PLAIN = {"layer": (forward, backward), "rms": (rms_forward, rms_backward)}
+MISTAKES = {"layer": m.MISTAKES, "rms": m.RMS_MISTAKES}
 
 
 # A sample of the elements is compared, and all.
@@ -27,28 +30,14 @@ NORMS = {
     [*product(["layer"], m.MISTAKES, [(8, 96)]), *product(["rms"], m.RMS_MISTAKES, [(4, 8)])],
 )
 def test_every_known_mistake_is_found_and_named(kind, name, shape):
-    mistake, front = (
-        (m.MISTAKES[name], forward) if kind == "layer" else (m.RMS_MISTAKES[name], rms_forward)
-    )
-    report = NORMS[kind][0](front, mistake.backward, *data(0, shape), rng=0, probes=1)
+    mistake, check = MISTAKES[kind][name], NORMS[kind][0]
+    report = check(PLAIN[kind][0], mistake.backward, *data(0, shape), rng=0, probes=1)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (mistake.diagnosis,)
-    assert failed(report) == {mistake.argument}
+    wrong = [result for result in report.arguments if result.verdict == "FAIL"]
+    assert [result.name for result in wrong] == [mistake.argument]
     # By differences too: the closed form takes over where they see nothing.
-    assert {r.method for r in report.arguments if r.verdict == "FAIL"} == {"secants"}
-
-
-@pytest.mark.parametrize("axes", [0, (0, 1)])
-@pytest.mark.parametrize("term", ["the mean of g", "the xhat term"])
-def test_a_mean_over_the_wrong_axes_is_named(term, axes):
-    def wrong(dy, cache):
-        g, xhat, over = cache.gamma * dy, cache.xhat, [-1, -1]
-        over[term != "the mean of g"] = axes
-        means = [a.mean(axis, keepdims=True) for a, axis in zip((g, g * xhat), over, strict=True)]
-        return cache.rstd * (g - means[0] - xhat * means[1]), *backward(dy, cache)[1:]
-
-    report = check_layer_norm(forward, wrong, *data(0, (2, 3, 8)), rng=0)
-    assert report.diagnosis == (f"{term} is a mean over the leading axes, not the last, in dx",)
+    assert wrong[0].method == "secants"
 
 
 @pytest.mark.parametrize(
@@ -86,10 +75,10 @@ def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset)
     oracle = sn.exact_layer_norm if kind == "layer" else sn.exact_rms_norm
     exact = oracle(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
     for name in ("y", "dx", "dgamma", "dbeta"):
-        bounds = expected.bounds_of(name, x.dtype)
-        error = np.abs(bounds.value - exact.rounded(name, np.float64))
+        value, *_, magnitude = expected.bounds_of(name, x.dtype)
         # 16 roundings of what the element is made of, whatever the offset.
-        assert (error <= 16 * 2.0**-53 * bounds.magnitude).all()
+        error = np.abs(value - exact.rounded(name, np.float64))
+        assert (error <= 16 * 2.0**-53 * magnitude).all()
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -99,13 +88,12 @@ def test_a_gamma_offset_is_part_of_the_formula(kind):
     report = check(front, back, gamma_offset=1.0, rng=0)
     assert report.diagnosis == ("gamma_offset is not added to gamma in the forward",)
     # Added in the forward alone.
-    plain, pull = (forward, backward) if kind == "layer" else (rms_forward, rms_backward)
 
     def half(x, gamma, beta, eps):
-        y, cache = plain(x, gamma + 1, beta, eps)
+        y, cache = PLAIN[kind][0](x, gamma + 1, beta, eps)
         return y, cache._replace(gamma=gamma)
 
-    report = check(half, pull, gamma_offset=1.0, rng=0)
+    report = check(half, PLAIN[kind][1], gamma_offset=1.0, rng=0)
     assert report.diagnosis == ("gamma_offset is not added to gamma in dx",)
     with pytest.raises(ValueError, match="gamma_offset must be finite, and 0 without a gamma"):
         check(front, back, np.eye(3), gamma_offset=1.0)
@@ -132,37 +120,6 @@ def test_right_float32_code_passes_by_the_closed_form():
     args = data(0, (4, 768), 1e6, np.float32)
     report = check_layer_norm(forward, backward, *args, rng=0, max_elements=2, probes=1)
     assert report.verdict == "INCONCLUSIVE", str(report)
-
-
-def uneven(x, gamma, beta, eps):
-    """An absolute step inside: 2^k x with 4^k eps no longer has the same y."""
-    return forward(x, gamma, beta, eps if eps < 1.1e-5 else eps * 1.01)
-
-
-def batch_norm(x, gamma, beta, eps):
-    """Right for 4 rows alone: elsewhere the first row sees the others."""
-    y, cache = forward(x, gamma, beta, eps)
-    return (y if len(x) == 4 else y + 1e-9 * y[::-1]), cache
-
-
-def places(dy, cache):
-    """Right for columns in any order but for the last one, where x is 4 higher."""
-    dx, dgamma, dbeta = backward(dy, cache)
-    return dx + 1e-9 * (mean(cache.x) > 3), dgamma, dbeta
-
-
-@pytest.mark.parametrize(
-    ("front", "back", "name"),
-    [
-        (uneven, backward, "4 x and 16 eps"),
-        (batch_norm, backward, "the first rows alone"),
-        (forward, places, "x + 4"),
-    ],
-)
-def test_what_is_right_on_ordinary_data_alone_is_found(front, back, name):
-    report = check_layer_norm(front, back, *data(0), rng=0)
-    assert report.verdict == "FAIL"
-    assert name in findings(report, "closed form", "FAIL")
 
 
 # ---- hard inputs: inaccurate is not wrong ----
@@ -199,36 +156,85 @@ def spoiled(make):
     return lambda dy, cache: make(dy, cache, *backward(dy, cache))
 
 
-def without_eps(dy, cache):
-    """Use an rstd of its own everywhere, as people write it."""
-    rstd, g = cache.var**-0.5, cache.gamma * dy
-    xhat = (cache.x - cache.mean) * rstd
-    dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
-    return dx, (dy * xhat).sum(axis=0), dy.sum(axis=0)
+def terms(*powers, over_g=-1, over_xhat=-1, layer=True):
+    """Build a backward whose terms have other powers of rstd, or means over other axes."""
+
+    def wrong(dy, cache):
+        a, b, c = (cache.rstd**power for power in powers or (1, 1, 1))
+        g, xhat = cache.gamma * dy, cache.xhat
+        mean_g, mean_xhat = g.mean(over_g, keepdims=True), (g * xhat).mean(over_xhat, keepdims=True)
+        dx = a * g - layer * b * mean_g - c * xhat * mean_xhat
+        return dx, *(backward if layer else rms_backward)(dy, cache)[1:]
+
+    return wrong
 
 
 NOISE = np.random.default_rng(0).standard_normal((4, 8))
-# The last ones are not sure, and not named.
+POWER = "{} has rstd^{} in place of rstd in dx".format
+LEADING = "{} is a mean over the leading axes, not the last, in dx".format
+RMS_POWER = terms(1, 1, -1, layer=False)
+POWERS = [
+    (RMS_POWER, POWER("the xhat term", -1)),
+    (terms(1, 1, -1), POWER("the xhat term", -1)),
+    (terms(1, 1, 3), POWER("the xhat term", 3)),
+    (terms(1, 0, 1), POWER("the mean of g", 0)),
+    (terms(1, 2, 1), POWER("the mean of g", 2)),
+    (terms(2, 1, 1), POWER("g", 2)),
+    (terms(-2, -2, -2), "dx has rstd^-2 in place of rstd"),
+    (terms(3, 3, 1), POWER("g has rstd^3 and the mean of g", 3)),
+]
+# Each backward, the words for it, and the data; the last ones are not sure, and not named.
 NAMED = [
+    *((*row, {"dtype": dtype}) for row in POWERS for dtype in (np.float64, np.float32)),
+    *((terms(over_g=axes), LEADING("the mean of g"), {"shape": (2, 3, 8)}) for axes in (0, (0, 1))),
+    *((terms(over_xhat=axes), LEADING("the xhat term"), {"shape": (2, 3, 8)}) for axes in (0, (0, 1))),
     (spoiled(lambda dy, k, a, b, c: (a, b - dy[1] * k.xhat[1], c - dy[1])),
-     "row 1 is not accumulated in dgamma and dbeta"),
-    (spoiled(lambda _, __, a, b, c: (a, c, b)), "dgamma and dbeta are swapped"),
-    (spoiled(lambda _, __, a, b, c: (a, b / 4, c)), "dgamma is averaged over the rows, not summed"),
-    (spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)), "dx is off by a factor of 1.01"),
-    (without_eps, "eps is missing from rstd in dx and dgamma"),
-    (lambda dy, k: backward(dy, k._replace(rstd=k.var)), "dx has rstd^-2 without eps in place of rstd"),
-    (spoiled(lambda _, __, a, b, c: (a * (1 + 1e-3 * NOISE), b, c)), None),
-    (spoiled(lambda dy, k, a, b, c: (a + 1e-3 * k.xhat * k.x * dy, b, c)), None),
+     "row 1 is not accumulated in dgamma and dbeta", {}),
+    (spoiled(lambda _, __, a, b, c: (a, c, b)), "dgamma and dbeta are swapped", {}),
+    (spoiled(lambda _, __, a, b, c: (a, b / 4, c)), "dgamma is averaged over the rows, not summed", {}),
+    (spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)), "dx is off by a factor of 1.01", {}),
+    # An rstd of its own everywhere, as people write it.
+    (lambda dy, k: backward(dy, k._replace(rstd=k.var**-0.5, xhat=(k.x - k.mean) * k.var**-0.5)),
+     "eps is missing from rstd in dx and dgamma", {}),
+    (lambda dy, k: backward(dy, k._replace(rstd=k.var)),
+     "dx has rstd^-2 without eps in place of rstd", {}),
+    (spoiled(lambda _, __, a, b, c: (a * (1 + 1e-3 * NOISE), b, c)), None, {}),
+    (spoiled(lambda dy, k, a, b, c: (a + 1e-3 * k.xhat * k.x * dy, b, c)), None, {}),
     # Rows that see one another.
-    (spoiled(lambda _, __, a, b, c: (a + 1e-9 * a.sum(axis=0), b, c)), None),
+    (spoiled(lambda _, __, a, b, c: (a + 1e-9 * a.sum(axis=0), b, c)), None, {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wrong", "expected"), NAMED, ids=range(len(NAMED)))
-def test_more_causes_are_named_where_they_are_sure(wrong, expected):
-    report = check_layer_norm(forward, wrong, *data(0), rng=0)
+@pytest.mark.parametrize(("wrong", "expected", "options"), NAMED, ids=range(len(NAMED)))
+def test_more_causes_are_named_where_they_are_sure(wrong, expected, options):
+    kind = "layer" if wrong is not RMS_POWER else "rms"
+    report = NORMS[kind][0](PLAIN[kind][0], wrong, *data(0, **options), rng=0)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (() if expected is None else (expected,))
+
+
+def batch_norm(x, gamma, beta, eps):
+    """Right for 4 rows alone: elsewhere the first row sees the others."""
+    y, cache = forward(x, gamma, beta, eps)
+    return (y if len(x) == 4 else y + 1e-9 * y[::-1]), cache
+
+
+# Forward and backward that are right on ordinary data alone, and the problem that shows it.
+ORDINARY = {
+    # An absolute step inside: 2^k x with 4^k eps no longer has the same y.
+    "4 x and 16 eps": (
+        lambda x, gamma, beta, eps: forward(x, gamma, beta, eps if eps < 1.1e-5 else eps * 1.01), backward),
+    "the first rows alone": (batch_norm, backward),
+    # Right for columns in any order but for the last one, where x is 4 higher.
+    "x + 4": (forward, spoiled(lambda _, k, a, b, c: (a + 1e-9 * (mean(k.x) > 3), b, c))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_is_right_on_ordinary_data_alone_is_found(name):
+    report = check_layer_norm(*ORDINARY[name], *data(0), rng=0)
+    assert report.verdict == "FAIL"
+    assert name in findings(report, "closed form", "FAIL")
 
 
 def test_what_a_forward_makes_of_eps_and_float32_is_told():
@@ -249,49 +255,13 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
 # ---- what strangers' code showed ----
 
 
-def flat(report):
-    return " ".join(str(report).split())
-
-
 def test_a_y_of_the_other_norm_is_told_so():
-    report = check_layer_norm(rms_forward, rms_backward, rng=0)
-    assert "it is that of an RMS norm: say --kind rms, or check_rms_norm" in flat(report)
-    report = check_rms_norm(forward, backward, rng=0)
-    assert "it is that of a layer norm: say --kind layer, or check_layer_norm" in flat(report)
-
-
-def power(first=1, second=1, third=1, layer=True):
-    """Return a backward whose terms have other powers of rstd."""
-
-    def wrong(dy, cache):
-        r, xhat, g = cache.rstd, cache.xhat, cache.gamma * dy
-        means = [a.mean(-1, keepdims=True) for a in (g, g * xhat)]
-        dx = r**first * g - layer * r**second * means[0] - r**third * xhat * means[1]
-        return dx, *(backward if layer else rms_backward)(dy, cache)[1:]
-
-    return wrong
-
-
-XHAT = "the xhat term has rstd^-1 in place of rstd in dx"
-POWERS = [
-    (power(third=-1), XHAT),
-    (power(third=3), "the xhat term has rstd^3 in place of rstd in dx"),
-    (power(second=0), "the mean of g has rstd^0 in place of rstd in dx"),
-    (power(second=2), "the mean of g has rstd^2 in place of rstd in dx"),
-    (power(first=2), "g has rstd^2 in place of rstd in dx"),
-    (power(-2, -2, -2), "dx has rstd^-2 in place of rstd"),
-    (power(3, 3, 1), "g has rstd^3 and the mean of g has rstd^3 in place of rstd in dx"),
-]
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_wrong_power_of_rstd_is_named(dtype):
-    for wrong, said in POWERS:
-        report = check_layer_norm(forward, wrong, *data(0, dtype=dtype), rng=0)
-        assert report.diagnosis == (said,), str(report)
-    wrong = power(third=-1, layer=False)
-    report = check_rms_norm(rms_forward, wrong, *data(0, dtype=dtype), rng=0)
-    assert report.diagnosis == (XHAT,), str(report)
+    for checker, front, back, (kind, name) in (
+        (check_layer_norm, rms_forward, rms_backward, ("rms", "an RMS")),
+        (check_rms_norm, forward, backward, ("layer", "a layer")),
+    ):
+        said = f"it is that of {name} norm: say --kind {kind}, or check_{kind}_norm"
+        assert said in " ".join(str(checker(front, back, rng=0)).split())
 
 
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinite")])
@@ -303,36 +273,25 @@ def test_a_wrong_power_of_rstd_is_named(dtype):
     ],
 )
 def test_what_is_not_finite_is_told_with_its_rows(value, word, name, where, rows):
-    def wrong(dy, cache):
-        dx, *sums = backward(dy, cache)
-        return np.where(where(dx, cache.var), value, dx), *sums
-
+    wrong = spoiled(lambda _, k, a, b, c: (np.where(where(a, k.var), value, a), b, c))
     report = check_layer_norm(forward, wrong, *data(0), rng=0)
     (message,) = [f.message for f in report.findings if f.name == name]
     assert message == f"dx is {word} on {rows}"
 
 
-def three_axes(forward, backward):
+def three_axes(x, gamma, beta, eps):
     """Loop over B and T, as teaching code does."""
-
-    def call(x, gamma, beta, eps):
-        B, T, _ = x.shape
-        assert B * T
-        return forward(x, gamma, beta, eps)
-
-    return call, backward
+    B, T, _ = x.shape
+    assert B * T
+    return forward(x, gamma, beta, eps)
 
 
 def test_every_trial_has_as_many_axes_as_the_first_run():
-    report = check_layer_norm(*three_axes(forward, backward), *data(0, (2, 3, 8)), rng=0)
+    report = check_layer_norm(three_axes, backward, *data(0, (2, 3, 8)), rng=0)
     assert report.passed
     assert not any("raised" in f.message for f in report.findings), str(report)
-
-    def wrong(dy, cache):
-        dx, *sums = backward(dy, cache)
-        return dx * (dx.shape[-1] != 2), *sums
-
-    report = check_layer_norm(*three_axes(forward, wrong), *data(0, (2, 3, 8)), rng=0)
+    wrong = spoiled(lambda dy, _, a, b, c: (a * (dy.shape[-1] != 2), b, c))
+    report = check_layer_norm(three_axes, wrong, *data(0, (2, 3, 8)), rng=0)
     assert [f.name for f in report.findings if f.verdict == "FAIL"] == ["n = 2"]
 
 
@@ -345,9 +304,6 @@ def test_a_backward_that_modifies_dy_is_told_so_first():
     assert report.diagnosis[0] == "the backward modifies dy"
     assert str(report).splitlines()[1] == "  the backward modifies dy"
 
-    report = check(backward=lambda dy, x: (np.multiply(dy, np.cos(x), out=dy),))
-    assert report.diagnosis == ("the backward modifies dy",)
-
 
 def test_the_report_says_the_shape_and_what_g_is():
     report = check_layer_norm(forward, m.MISTAKES["mean(g) missing"].backward, *data(0), rng=0)
@@ -356,6 +312,10 @@ def test_the_report_says_the_shape_and_what_g_is():
     assert "g = gamma dy" in text
     assert "g = gamma dy" not in str(check_layer_norm(forward, backward, *data(0), rng=0))
     assert "x 3 x 4 float64" in str(check())
+
+
+def test_both_checks_have_the_same_keywords():
+    assert inspect.signature(check_rms_norm) == inspect.signature(check_layer_norm)
 
 
 def test_a_norm_is_called_by_the_names_of_its_arguments():

@@ -1,9 +1,4 @@
-"""
-Check hand-written gradients against finite differences that estimate their own error.
-
-An instrument: it takes functions and knows nothing of the ones it is pointed at. `forward(*args)`
-returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `args`.
-"""
+"""Check hand-written gradients against finite differences that estimate their own error."""
 
 from stablenorm.check.gradients import assert_gradients, check_gradients
 from stablenorm.check.layer_norm import check_layer_norm, check_rms_norm

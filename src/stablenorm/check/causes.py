@@ -2,105 +2,79 @@
 Name the mistake in a wrong output, by trying the usual ones.
 
 A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
-does. The simplest is the right formula with one element, column or row that is wrong. Then come the
-causes: dx / rstd has the terms g, mean(g) and xhat mean(g xhat), with coefficients (1, -1, -1), in
-RMS norm (1, 0, -1); a cause changes a coefficient, the rstd or mean that go in, or the place of gamma.
+does. The simplest is the right formula with one element, column or row that is wrong. A cause changes
+what goes into dx = rstd (g - mean(g) - xhat mean(g xhat)): rstd, a mean, a term, the place of gamma.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from stablenorm.check.closed_form import Expected, Judged, dx_terms, excess, row_mean, statistics
+from stablenorm.check.closed_form import Expected, Judged, excess, row_mean, statistics
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
 
 # Words for a mistake, with {} in place of the output's name; the output that it would make; its bound.
 Guess = tuple[str, Array, Array]
+# Words for a mistake, " in {}" left out, and what it puts in place of the right ingredients.
+Cause = tuple[str, dict[str, Any]]
 
 
-class Cause(NamedTuple):
-    """
-    One departure from the formula: its kind, words (" in {}" is added if they have no {}), and value.
-
-    By kind, the value is the rstd, the mean of x, a further factor of dx, how often a term is
-    subtracted, the powers of gamma before and after the projection, or gamma; or a function of
-    `Expected` that returns it, or a dict of several.
-    """
-
-    kind: str
-    words: str
-    value: Any
-    # The norm that can have it, if the other one cannot.
-    only: str = ""
-
-
-def _of_layer_norm(of: Expected) -> dict[str, Array]:
-    """Return the mean and the rstd that RMS norm does not have."""
-    _, s, mean = statistics(of.case.rows(of.case.x), of.eps)
-    return {"mean": mean, "rstd": 1 / s}
-
-
-def _over_rows(place: int, axes: slice, of: Expected) -> Array:
-    """Return how many times the mean along its row each element has that over these axes of x."""
-    product, shape = of.g * (of.xhat if place else 1.0), of.case.x.shape
-    mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
-    return np.asarray(np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product))
-
-
-_BIASED, _CENTERED = "the variance is divided by n - 1", "the mean of x is subtracted"
-_OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
-STATISTICS = (
-    Cause("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
-    Cause("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
-    Cause("rstd", "eps is missing from rstd", lambda e: e.var**-0.5),
-    Cause("rstd", "rstd is 1 / (sqrt(var) + eps)", lambda e: 1 / (e.var**0.5 + e.eps), "layer"),
-    Cause("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps)", lambda e: 1 / (e.var**0.5 + e.eps), "rms"),
-    Cause("rstd", "eps was applied twice", lambda e: (e.var + 2 * e.eps) ** -0.5),
-    Cause("rstd", "rstd is squared", lambda e: e.rstd * e.rstd),
-    Cause("rstd", "rstd is the standard deviation itself", lambda e: 1 / e.rstd),
-    Cause("rstd", "rstd is the variance itself", lambda e: e.var),
-    Cause("rstd", "rstd is the variance plus eps", lambda e: e.var + e.eps),
-    Cause("mean", "the mean of x is missing from xhat", 0.0, "layer"),
-    Cause("mean", _CENTERED, lambda e: row_mean(e.centered), "rms"),
-    # A layer norm altogether.
-    Cause("mean", _CENTERED, _of_layer_norm, "rms"),
-    *(
-        Cause(kind, f"{name} is kept in {t}", lambda e, k=kind, t=t: getattr(e, k).astype(t), only)
-        for t in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
-        for kind, name, only in (("rstd", "rstd", ""), ("mean", "the mean", "layer"))
-    ),
-    Cause("scale", "gamma_offset is not added to gamma", lambda e: e.gamma - e.offset),
-)
-CAUSES = (
-    *STATISTICS,
-    *(
-        Cause(f"term {place}", f"{term} {words}", value, only)
-        for place, term, only in ((0, "the mean of g", "layer"), (1, "the xhat term", ""))
-        for words, value in (
-            ("is missing from {}", 0.0),
-            ("is subtracted twice", 2.0),
-            ("is added, not subtracted", -1.0),
-            ("is divided by n - 1", lambda e: e.per_less),
-            ("is not divided by n", lambda e: e.n),
-            (_OVER_ROWS, partial(_over_rows, place, slice(1))),
-            (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
-        )
-    ),
-    Cause("term 0", "the mean of g is subtracted", 1.0, "rms"),
-    # A factor of rstd short, or one too many: rstd^3 goes with x.
-    Cause("term 1", "the xhat term lacks rstd", lambda e: e.s, "rms"),
-    Cause("term 1", "the xhat term has rstd twice", lambda e: e.rstd, "rms"),
-    Cause("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
-    Cause("factor", "rstd is applied twice", lambda e: e.rstd),
-    Cause("factor", "{} has the wrong sign", -1.0),
-    Cause("gamma", "gamma is applied twice", (2, 0)),
-    Cause("gamma", "gamma is not applied", (0, 0)),
-    Cause("gamma", "gamma is applied after the projection", (0, 1)),
-)
+def _causes(name: str, of: Expected) -> Iterator[Cause]:
+    """Yield the mistakes that an output may show: in rstd, the mean of x, gamma and the terms of dx."""
+    var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.case.kind == "layer"
+    if is_layer:
+        for biased in (var * of.per_less + eps, (var + eps) * of.per_less):
+            yield "the variance is divided by n - 1", {"rstd": biased**-0.5}
+        yield "the mean of x is missing from xhat", {"mean": 0.0}
+    else:
+        _, s, mean = statistics(of.case.rows(of.case.x), eps)
+        yield "the mean of x is subtracted", {"mean": row_mean(of.centered)}
+        # A layer norm altogether.
+        yield "the mean of x is subtracted", {"mean": mean, "rstd": 1 / s}
+    yield "eps is missing from rstd", {"rstd": var**-0.5}
+    size = "var" if is_layer else "mean(x^2)"
+    yield f"rstd is 1 / (sqrt({size}) + eps)", {"rstd": 1 / (var**0.5 + eps)}
+    yield "eps was applied twice", {"rstd": (var + 2 * eps) ** -0.5}
+    yield "rstd is squared", {"rstd": rstd * rstd}
+    yield "rstd is the standard deviation itself", {"rstd": 1 / rstd}
+    yield "rstd is the variance itself", {"rstd": var}
+    yield "rstd is the variance plus eps", {"rstd": var + eps}
+    for narrow in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype):
+        yield f"rstd is kept in {narrow}", {"rstd": rstd.astype(narrow)}
+        if is_layer:
+            yield f"the mean is kept in {narrow}", {"mean": of.mean.astype(narrow)}
+    if of.offset:
+        yield "gamma_offset is not added to gamma", {"scale": of.gamma - of.offset}
+    if name != "dx":
+        return
+    shape, terms = of.case.x.shape, [("third", "the xhat term", of.g * of.xhat)]
+    if is_layer:
+        terms.append(("second", "the mean of g", of.g))
+    else:
+        yield "the mean of g is subtracted", {"second": 1.0}
+        # A factor of rstd short, or one too many: rstd^3 goes with x.
+        yield "the xhat term lacks rstd", {"third": of.s}
+        yield "the xhat term has rstd twice", {"third": of.rstd}
+    for term, what, product in terms:
+        yield f"{what} is missing from {{}}", {term: 0.0}
+        yield f"{what} is subtracted twice", {term: 2.0}
+        yield f"{what} is added, not subtracted", {term: -1.0}
+        yield f"{what} is divided by n - 1", {term: of.per_less}
+        yield f"{what} is not divided by n", {term: of.n}
+        for axes in (slice(1), slice(-1)):
+            mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
+            times = np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product)
+            yield f"{what} is a mean over the leading axes, not the last, in {{}}", {term: times}
+    yield "rstd is missing from {}", {"factor": 1 / of.rstd}
+    yield "rstd is applied twice", {"factor": of.rstd}
+    yield "{} has the wrong sign", {"factor": -1.0}
+    # The powers of gamma before and after the projection.
+    yield "gamma is applied twice", {"gamma": (2, 0)}
+    yield "gamma is not applied", {"gamma": (0, 0)}
+    yield "gamma is applied after the projection", {"gamma": (0, 1)}
 
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
@@ -110,9 +84,7 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
         # Rows of one element have dx = 0, whatever the formula.
         if each.expected.case.n < 2 or not np.isfinite(each.actual).all():
             continue
-        with np.errstate(all="ignore"):
-            words = _explained(each.expected, each)
-        if words:
+        if words := _explained(each.expected, each):
             # Words that fit several outputs are said once: "... in dx and dgamma".
             shown = "the forward" if each.name == "y" else each.name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
@@ -122,7 +94,7 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
 
 def _explained(of: Expected, judged: Judged) -> str:
     """Name what is wrong with one output, (rows, n) or (n,) in float64; empty if not sure."""
-    name, actual, (value, bound, *_) = judged.name, judged.actual, judged.bounds
+    name, actual, value, bound = judged.name, judged.actual, judged.value, judged.plain
     if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
     guesses = (_of_sum if name in ("dgamma", "dbeta") else _changed)(name, of, bound)
@@ -143,8 +115,8 @@ def _explained(of: Expected, judged: Judged) -> str:
 
 def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
-    first, second, third = dx_terms(of.g, of.xhat)
-    terms = {"g": first, "the mean of g": -second, "the xhat term": -third}
+    g, minus_mean = of.g, np.broadcast_to(-row_mean(of.g), of.g.shape)
+    terms = {"g": g, "the mean of g": minus_mean, "the xhat term": -of.xhat * row_mean(g * of.xhat)}
     if of.case.kind == "rms":
         del terms["the mean of g"]
     matrix = np.stack([*terms.values()], axis=-1)
@@ -171,11 +143,8 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
 
 def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
     """Yield what each cause would make of one output."""
-    for kind, words, value, only in CAUSES if name == "dx" else STATISTICS:
-        if only not in ("", of.case.kind) or (kind == "scale" and not of.offset):
-            continue
-        put, said = value(of) if callable(value) else value, words + " in {}" * ("{}" not in words)
-        made = put if isinstance(put, dict) else {kind: put}
+    for words, made in _causes(name, of):
+        said = words + " in {}" * ("{}" not in words)
         rstd, gamma = made.get("rstd", of.rstd), made.get("scale", of.gamma)
         # The difference of the means: rounding a mean once more would hide the change.
         xhat = (of.centered + (of.mean - made.get("mean", of.mean))) * rstd
@@ -184,16 +153,15 @@ def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
             yield said, gamma * xhat + of.beta, grown
         elif name == "dx":
             before, after = made.get("gamma", (1, 0))
-            times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
+            times = made.get("second", float(of.case.kind == "layer")), made.get("third", 1.0)
             g = of.dy * gamma**before
-            first, second, third = dx_terms(g, xhat)
             bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
             # Divided by s at the end, so that nothing overflows on the way.
             scale = rstd / of.rstd * made.get("factor", 1.0) * of.gamma**after / of.s
-            changed = scale * (first - times[0] * second - times[1] * third)
-            yield said, changed, np.abs(scale) * bound
+            terms = g - times[0] * row_mean(g) - times[1] * (xhat * row_mean(g * xhat))
+            yield said, scale * terms, np.abs(scale) * bound
         # Gamma is in no dgamma.
-        elif kind != "scale":
+        elif "scale" not in made:
             yield said, np.sum(of.dy * xhat, axis=0), grown
 
 
@@ -204,8 +172,8 @@ def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
     yield "{} is zero", 0 * total, 0 * total
     yield "{} has the wrong sign", -total, slack
     yield "{} contains gamma", of.gamma * total, np.abs(of.gamma) * slack
-    swapped = of.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
-    yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
+    value, bound, *_ = of.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
+    yield "dgamma and dbeta are swapped", value, bound
     if name == "dgamma":
         yield "{} lacks rstd", np.sum(of.dy * of.centered, axis=0), slack * np.max(of.s)
         if of.case.kind == "layer":

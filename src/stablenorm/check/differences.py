@@ -1,61 +1,53 @@
 """
 Derivatives of a program by differences of the program itself, each with its own error bound.
 
-L = <u, forward(args)> is moved along a direction D of one argument, to x+ = x + step D and
-x- = x - step D, both *formed in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->:
-both differences are exact (of neighbours, by Sterbenz), and L itself is never formed. The secants go
+One argument is moved along D, to x+ = x + step D and x- = x - step D, both *formed in floating point*.
+<u, y+ - y-> is compared with <gradient, x+ - x->: the differences are exact (Sterbenz). The secants go
 through a Richardson tableau in step^2. An entry's bound is its disagreement with its two parents
-(C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75) + sum |weight| * noise / step, with measured noise.
-The entry with the least bound wins, and has a status. "smooth": its bound is small beside the secants.
-"rounding": the derivative is 0 but for rounding. "kink": left and right slope keep their distance.
-"no limit": nothing is known. The page on gradient checking has the reasons.
++ sum |weight| * noise / step, with measured noise; the least bound wins. The page on gradient checking
+has the reasons and the sources.
 """
 
+import functools
 import math
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.random import Generator
 
-from stablenorm.check.arithmetic import TINIEST, flat, norm, rms, sum_rounding, unit_roundoff
-from stablenorm.check.operation import Argument, Loss
-from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding
+from stablenorm.check.operation import FaultError, Loss, as_array, flat, rms, tiniest, unit_roundoff
+from stablenorm.check.results import TINIEST, ArgumentResult, Finding, Verdict
 from stablenorm.types import Array
 
-# Steps in units of the argument's scale. At a quarter, the series in step^2 of a normalization still
-# converges fast; at 2^-9 the plain secant has a truncation error of 4e-6.
+# In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges
+# fast; at 2^-9 the plain secant has a truncation error of 4e-6.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
 # Factors of shorter steps, for a kink nearby or a scale that misleads: at 2^-33 of the scale, the
 # rounding of float64 leaves a derivative 6 digits.
 _SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
-# Largest bound that says something, relative to the magnitudes in a secant. Where the steps suit the
-# function, bounds are 1e-6 of them and less; where they do not, about 1.
+# Largest bound that says something, relative to the magnitudes in a secant: bounds are 1e-6 of them
+# and less, or about 1 where the steps do not suit the function.
 _SETTLED = 2.0**-7
 # Largest noise, relative to what carries it: 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
 # The line on which noise is measured: 9 points leave 4 differences of order 5 and 3 of order 6. At
-# this spacing, of the scale, the fifth difference of a smooth function is 2^-55 of it, out of sight
-# below float64, and the distance is an ulp of a float16.
+# this spacing, an ulp of a float16, the fifth difference of a smooth function is 2^-55 of it.
 _POINTS, _ORDERS, _SPACING = 9, (5, 6), 2.0**-11
 # Runs with tiny moves: of 8 moves, the rounding of a sum of two floats goes unseen once in 2^8 rows;
-# 18 runs leave 9 degrees of freedom. x goes six times their size at most, which adds the square of
-# that, 2^-56, to the noise of a smooth function.
+# 18 runs leave 9 degrees of freedom. Moves add their square, 2^-56, to a smooth function's noise.
 _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
-# From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
-# deviations of their difference.
+# From a standard deviation to a bound: that of a secant, whose ends are independent, 5.6 times.
 _SIGMAS = 4.0
 
-# Elements compared one by one in an argument too large for all of them: the special places of
-# `places` and about as many random ones; patterns are the business of the probes.
+# Elements compared of an argument too large for all: special places and about as many random ones.
 _SAMPLE = 12
 # A bound coarser than this, relative to the RMS of the gradient, cannot judge: the usual mistakes
 # (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.
 _COARSEST = 1e-3
 
+# The best bound is small beside the secants; the derivative is 0 but for rounding; left and right
+# slope keep their distance; nothing is known.
 Status = Literal["smooth", "rounding", "kink", "no limit"]
-# Samples of the rounding noise of u y, and its usual size relative to u y.
-Noise = tuple[list[Array], float]
 # The bound of an entry of the tableau, and its actual and numeric derivative.
 Best = tuple[float, float, float]
 
@@ -96,44 +88,58 @@ class _Row(NamedTuple):
     actual: float
     # Errors other than noise: of the sum, and of a centre that is not exactly x.
     error: float
-    # y at both ends of the step.
-    ends: Array
-    # Magnitudes: of the terms of `numeric`, summed; of slope and of right minus left slope, as
-    # root sums of squares over the outputs, where nothing can cancel.
+    # Magnitudes in which nothing cancels: of the terms of `numeric`, of slope, of right minus left.
     size: float
     slope: float
     bend: float
-    # Noise may move `numeric` by so much.
-    noise: float = math.inf
 
 
-class Comparer:
-    """Compares the gradient of one argument along any direction; `more` is added to its bounds."""
+class Argument:
+    """An argument whose gradient is compared along any direction; `span` is its scale, flat."""
 
-    def __init__(self, loss: Loss, argument: Argument, more: Array):
-        self.loss, self.argument, self.rng = loss, argument, loss.rng
-        self._x, self._gradient = flat(argument.x), flat(argument.gradient)
-        self._bounds = loss.rounding_bound(argument.gradient) + more
-        # Noise by length of the steps: long steps see, in part, the function itself.
-        self._noises: dict[float, Noise] = {}
+    def __init__(self, loss: Loss, position: int, gradients: list[Any]):
+        self.name, self.span = [*loss.spans.items()][position]
+        self.label, self.x = f"the gradient of {self.name}", np.asarray(loss.args[position])
+        self.loss, self._position, self._rng = loss, position, loss.rng
+        self.gradient = self.settled(gradients)
+        self._x, self._gradient = flat(self.x), flat(self.gradient)
+        values = np.atleast_1d(self.gradient.astype(np.float64))
+        u, row_rms = unit_roundoff(self.gradient.dtype), rms(values, -1)
+        # Sizes: of a gradient that changes y by its own over a scale, of 256 roundings of the larger.
+        self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
+        self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
+        shapes = [loss.dy.shape, *(a.shape for a in loss.args if a is not None)]
+        # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
+        terms = max([length for s in shapes for length in s] + [loss.y.size / values.size, 1])
+        half_ulp = np.maximum(u * np.abs(values), tiniest(self.gradient.dtype) / 2)
+        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
+        # How far arithmetic in its dtype may take each element off, flat.
+        self.bounds = np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
+        # By length of the steps: long steps see, in part, the function itself.
+        self._noise = functools.cache(self._measure_noise)
+        self.found: list[Estimate] = []
 
-    def compare(self, place: int | None) -> Estimate:
-        """
-        Compare one element, given by its flat index, or along random signs for all (None).
+    def settled(self, gradients: list[Any]) -> Array:
+        """Copy its own of all gradients, rounded to the coarsest dtype of it, of x and of dy."""
+        gradient = as_array(self.label, gradients[self._position], self.x.shape)
+        # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
+        dtypes = gradient.dtype, self.x.dtype, self.loss.dy.dtype
+        rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
+        return rounded if np.isfinite(rounded).all() else gradient.copy()
 
-        A wrong gradient differs at all steps from one derivative. Steps that reach past a kink see a
-        mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
-        FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
-        """
+    def compare(self, place: int | None) -> None:
+        """Compare one element, given by its flat index, or along random signs for all (None)."""
+        # A wrong gradient differs at all steps from one derivative. Where shorter steps find another,
+        # the longer ones reach past a kink: the shorter ones may say FAIL only if yet shorter agree.
         where = slice(None) if place is None else place
-        scale = self.argument.span[where]
+        scale = self.span[where]
         if place is None:
-            scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
+            scale = scale * self._rng.choice([-1.0, 1.0], scale.size)
         found = self._compare(where, scale, 1.0)
         # Shorter steps say the same of a difference (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
-            if (found.judged and found.z <= 1) or np.min(self.argument.span) * factor < 1e-290:
+            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
                 break
             again = self._compare(where, scale, factor)
             # "rounding" is no answer here: short steps may not move a coarse forward at all.
@@ -150,40 +156,36 @@ class Comparer:
         # Short steps without an answer drown in rounding (float32), or move nothing.
         doubtful = confirmed is False or (confirmed is None and found.wavers)
         status = "no limit" if found.z > 1 and doubtful else found.status
-        return found._replace(status=status, place=place)
+        self.found.append(found._replace(status=status, place=place))
 
     def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
         """Compare along D, which moves the entries `where` by `scale`, with steps `factor` as long."""
         gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
             # Independent roundings; what is common to a row is random again by the signs.
-            rounding = 2 * norm(self._bounds * scale) + sum_rounding(gradient * scale)
+            rounding = 2 * _norm(self.bounds * scale) + _sum_rounding(gradient * scale)
         else:
-            rounding, unit = float(self._bounds[where]), float(scale) * factor
-        if factor not in self._noises:
-            self._noises[factor] = self._measure_noise(factor)
-        scale, noises = scale * factor, self._noises[factor]
-        rows: list[_Row] = []
-        tableau: list[Array] = []
-        stale = 0
+            rounding, unit = float(self.bounds[where]), float(scale) * factor
+        scale, (samples, level) = scale * factor, self._noise(factor)
+        rows, tableau, stale = list[_Row](), list[Array](), 0
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            row = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
-            if row is None:
+            made = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
+            if made is None:
                 continue
-            moved = row.ends[0] != row.ends[1]
+            row, ends = made
+            moved = ends[0] != ends[1]
             if not rows:
                 # The first step goes farthest: later ones seldom move an output that it did not.
-                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
-                noise, apart, usual = self._bound_noise(noises, reach)
-            # Outputs that moved now stand still: the step is below the resolution of the forward
-            # (float16 inside, say), and a derivative of zero would be an artefact.
+                reach = np.where(moved, np.max(np.abs([self.loss.y, *ends]), axis=0), 0.0)
+                noise, apart, usual = self._bound_noise(samples, level, reach)
+            # Outputs that moved now stand still: a step below the resolution of the forward.
             elif reach.any() and not moved.any():
                 break
-            rows.append(row._replace(noise=noise / row.step))
-            tableau, entry = _extend(tableau, rows)
+            rows.append(row)
+            tableau, entry = _extend(tableau, rows, noise)
             stale = 0 if entry[0] < best[0] else stale + 1
             bound, actual, numeric = best = min(best, entry)
             # Never on a difference: beside a kink, only the steps that do not reach it are right.
@@ -193,26 +195,32 @@ class Comparer:
                 break
         status: Status = "no limit"
         if len(rows) > 1 and np.isfinite(best[0]):
-            status = _status(best, rows, usual, noises[1])
+            status = _status(best, rows, noise, usual, level)
+        # Secants change more though steps are shorter: as 1 - d / step, past a kink at d.
+        changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
+        noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
+        wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
         bound, actual, numeric = (each / unit for each in best)
         bound_actual = (apart if rows else math.inf) / unit + rounding
-        return Estimate(actual, numeric, bound, bound_actual, status, _wavers(rows))
+        return Estimate(actual, numeric, bound, bound_actual, status, wavers)
 
-    def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
-        """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
+    def _secant(
+        self, where: Any, scale: Array, gradient: Array, step: float
+    ) -> tuple[_Row, Array] | None:
+        """Form x+ and x-, compare, and return the y of both; None where the dtype cannot make this step."""
         loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
-            return values.astype(self.argument.x.dtype).astype(np.float64)
+            return values.astype(self.x.dtype).astype(np.float64)
 
         # Symmetric about x exactly: each side takes the step that the other one could make.
         minus = rounded(x - (rounded(x + step * scale) - x))
         plus = rounded(x + (x - minus))
         taken = plus - minus
         # The tableau believes in one direction: rounding x may take it off by a sixteenth.
-        if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
+        if not _norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
-        ends = np.array([loss.output(self.argument.position, where, end) for end in (plus, minus)])
+        ends = np.array([self._output(where, end) for end in (plus, minus)])
         if not np.isfinite(ends).all():
             return None
         # The step that was taken; for a single element, this makes `actual` the gradient itself.
@@ -223,26 +231,31 @@ class Comparer:
         off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
         bends = loss.u * (ends[0] + ends[1] - 2 * loss.y) / step
         # 8 roundings: the few operations on `actual` and on the tableau.
-        error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
+        error = _sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
-        slope = norm(terms) / (2 * step)
-        return _Row(step, numeric, actual, error, ends, size, slope, norm(bends))
+        slope = _norm(terms) / (2 * step)
+        return _Row(step, numeric, actual, error, size, slope, _norm(bends)), ends
 
-    def _measure_noise(self, factor: float) -> Noise:
-        """
-        Return samples of the rounding noise of every output element.
+    def _output(self, where: Any, values: Array) -> Array:
+        """Return y, flat, with the entries `where` of x replaced; NaN if there is none."""
+        loss, args, moved = self.loss, [*self.loss.args], np.array(self.x, order="C")
+        moved.reshape(-1)[where], args[self._position] = values.astype(moved.dtype), moved
+        try:
+            return flat(as_array("y", loss.operation.forward(args)[0], loss.dy.shape))
+        except FaultError as fault:
+            loss.faults.setdefault(fault.raised, str(fault))
+        return np.full(loss.y.size, np.nan)
 
-        All elements of the argument move by random multiples of their ulp, so that every rounding is
-        drawn anew: along a line, where high differences leave noise of a known multiple (ECNoise,
-        J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), and by random combinations of
-        tiny moves, where all that is orthogonal to linear effects is noise. The line sees float16
-        inside, but not the rounding of a sum of 8 elements whose equal moves add up to 8 ulp.
-        """
-        loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
-        scale = span * factor
+    def _measure_noise(self, factor: float) -> tuple[list[Array], float]:
+        """Return samples of the rounding noise of every element of u y, and its usual relative size."""
+        # All elements move by random multiples of their ulp, so that every rounding is drawn anew:
+        # along a line, where high differences leave noise of a known multiple (More and Wild) and
+        # float16 inside is seen, and by random combinations of tiny moves, where all that is
+        # orthogonal to linear effects is noise, that of a sum over equal moves too.
+        loss, rng, x, scale = self.loss, self._rng, self._x, self.span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
         smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-        quantum = np.maximum(np.ldexp(2 * unit_roundoff(array.dtype), smallest - 1), TINIEST)
+        quantum = np.maximum(np.ldexp(2 * unit_roundoff(self.x.dtype), smallest - 1), TINIEST)
 
         def moves(size: float, count: int) -> Array:
             ulps = np.maximum(size * scale / quantum, 1)
@@ -251,7 +264,7 @@ class Comparer:
             return np.asarray(np.round(factors * ulps) * quantum)
 
         def outputs(offsets: Array) -> Array:
-            values = [loss.output(place, slice(None), x + each) for each in offsets[1:]]
+            values = [self._output(slice(None), x + each) for each in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
             # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)
@@ -269,31 +282,103 @@ class Comparer:
         size = np.abs(loss.u * loss.y)
         relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
-        return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
+        return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dy.dtype))
 
-    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float, float]:
+    def _bound_noise(
+        self, samples: list[Array], level: float, reach: Array
+    ) -> tuple[float, float, float]:
         """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
-        loss, (samples, level) = self.loss, noise
-        usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
+        loss = self.loss
+        usual = _norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
-        if not np.isfinite(loss.y[places]).all():
-            return math.inf, math.inf, usual
         terms = [each[:, places] for each in samples]
         variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
         # At least the usual noise of all outputs, in unrelated directions.
-        floor = level * norm((loss.u * reach)[places])
+        floor = level * _norm((loss.u * reach)[places])
         summed, apart = np.maximum(_SIGMAS * np.sqrt(np.max(variances, axis=0)), floor)
         return float(summed), float(apart), usual
 
+    def places(self, max_elements: int, probes: int) -> list[int | None]:
+        """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""
+        if (size := self.x.size) <= max_elements:
+            return list(range(size))
+        n = self.x.shape[-1]
+        # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
+        block = n // 128 * 128
+        extremes = np.abs(self._x).argmax(), np.abs(self._gradient).argmax()
+        special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
+        chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
+        return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
-def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
+    def judge(self) -> tuple[ArgumentResult, list[Finding]]:
+        """Turn the comparisons into a result, and say where there is no derivative."""
+        shape, found = self.x.shape, self.found
+        elements = [each for each in found if each.place is not None]
+        # Errors are relative to the RMS of the numeric gradient. One that cannot be told from zero
+        # (n = 1, a masked input) has no size of its own.
+        known = [each for each in elements if each.judged]
+        typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
+        if all(abs(each.numeric) <= each.bound for each in known):
+            typical = max(typical, self.natural_size)
+        probed = _norm(self._gradient * self.span)
+
+        def coarseness(each: Estimate) -> float:
+            size = probed if each.place is None else max(typical, abs(each.numeric))
+            return float(each.bound / max(size, TINIEST)) if each.judged else np.inf
+
+        # The coarsest comparison, those at kinks left out, relative to the size of both sides.
+        resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
+        coarsest = max(_COARSEST, 16 * unit_roundoff(self.gradient.dtype))
+        bent = [each.place for each in found if each.status == "kink"]
+        at_kinks = sum(place is not None for place in bent)
+        wrong = np.array([each.z > 1 for each in elements])
+        verdict: Verdict = "INCONCLUSIVE"
+        pattern = why = ""
+        if failing := sum(each.z > 1 for each in found):
+            verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
+            if len(elements) == self.x.size:
+                pattern = name_pattern(wrong.reshape(shape))
+        elif 2 * at_kinks >= max(len(elements), 1):
+            why = f"not differentiable at {at_kinks} of {len(elements)} elements"
+        elif np.isinf(resolution):
+            loose = sum(not each.judged for each in found) - len(bent)
+            why = f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
+        elif resolution <= coarsest:
+            verdict = "PASS"
+        else:
+            why = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
+        worst = max(found, key=lambda each: (each.judged, each.z))
+        index = None if worst.place is None else place_of(worst.place, shape)
+        counts = len(elements), self.x.size, len(found) - len(elements), failing
+        rest = resolution, why, "secants", pattern
+        result = ArgumentResult(self.name, verdict, *counts, index, *worst[:4], *rest)
+        # Three are enough to see which.
+        seen = ", ".join("a probe" if p is None else f"{place_of(p, shape)}" for p in bent[:3])
+        seen += f" and {len(bent) - 3} more" * (len(bent) > 3)
+        name = f"{self.name}: the forward is differentiable"
+        said = f"not differentiable at {seen}: not judged there"
+        return result, [Finding("smoothness", name, "NOTE", said)] * bool(bent)
+
+
+def _norm(a: Array) -> float:
+    """Return the root of the sum of squares."""
+    # np.linalg.norm starts threads of its BLAS, 30 times as slow for 10 000 numbers while others are
+    # busy (3 ms on two cores, 2026-11), and its bits depend on their number.
+    return float(np.sqrt(np.sum(np.square(a))))
+
+
+def _sum_rounding(terms: Array) -> float:
+    """Bound the error of NumPy's pairwise sum of float64 terms that were computed just before."""
+    return (math.log2(terms.size + 1) + 8) * 2.0**-53 * float(np.sum(np.abs(terms)))
+
+
+def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     bound, actual, numeric = best
     last = rows[-1]
     # Right and left slope keep their distance. Steps shrink to 0.4 .. 0.63 times the one before, and
-    # with them the bend of a smooth function; 0.4 % of the slope is a kink that would be taken for a
-    # wrong gradient.
+    # with them the bend of a smooth function; a kink of 0.4 % would be taken for a wrong gradient.
     bent = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
     bent = bent and last.bend > max(2.0**-8 * last.slope, 4 * level * usual / last.step)
     # Entries of the first steps may agree by chance on what the last ones no longer say.
@@ -303,33 +388,24 @@ def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     reach = bound + abs(newest - previous)
     # At a kink the slopes may cancel (|x| at 0), but not their difference.
     small = bound <= _SETTLED * (max(last.size, last.bend) if bent else last.size)
-    # A step function's slopes grow as steps shrink. A quarter: at a step of 2^-4 of the scale or
-    # less, slopes change by a hundredth.
+    # A step function's slopes grow as steps shrink; those of others change by a hundredth.
     before, after = rows[-2].slope, last.slope
     small = small and abs(after - before) <= 0.25 * max(after, before)
     if small and strayed <= reach:
         return "kink" if bent else "smooth"
-    # Nothing but rounding is left (a derivative that is zero, a forward in float16), as its size
-    # shows: steps too long for the function "measure" a noise of all of y.
-    little = last.noise * last.step <= _ROUNDING * usual and bound <= 8 * last.noise
-    near = not bent and strayed <= reach + 2 * last.noise
+    # Nothing but rounding is left: but steps too long for the function "measure" a noise of all of y.
+    little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
+    near = not bent and strayed <= reach + 2 * noise / last.step
     return "rounding" if (small or little) and near else "no limit"
 
 
-def _wavers(rows: list[_Row]) -> bool:
-    """Tell whether secants change more though steps are shorter: as 1 - d / step, past a kink at d."""
-    both = pairwise(rows)
-    changes = [(abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in both]
-    return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
-
-
-def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]:
+def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list[Array], Best]:
     """Add the newest secant to the tableau, of entries (actual, numeric, *weights of the secants)."""
     k = len(rows) - 1
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
     line, best = [entry], (math.inf, math.nan, math.nan)
-    disturbance = np.array([row.noise + row.error for row in rows])
+    disturbance = np.array([noise / row.step + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2
@@ -340,75 +416,6 @@ def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
         best = min(best, (bound, float(entry[0]), float(entry[1])))
     return line, best
-
-
-def places(argument: Argument, max_elements: int, probes: int, rng: Generator) -> list[int | None]:
-    """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""
-    x, size = argument.x, argument.x.size
-    if size <= max_elements:
-        return list(range(size))
-    n = x.shape[-1]
-    # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
-    block = n // 128 * 128
-    extremes = np.abs(x).argmax(), np.abs(argument.gradient).argmax()
-    special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
-    chosen = dict.fromkeys(map(int, [*special, *rng.permutation(size)[:_SAMPLE]]))
-    return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
-
-
-def judge(comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
-    """Turn the comparisons of one argument into its result."""
-    name, _, x, span, gradient = comparer.argument
-    elements = [each for each in found if each.place is not None]
-    # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
-    # zero (n = 1, a masked input) has no size of its own.
-    known = [each for each in elements if each.judged]
-    typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
-    if all(abs(each.numeric) <= each.bound for each in known):
-        typical = max(typical, comparer.loss.natural_size(span))
-    probed = norm(flat(gradient) * span)
-
-    def coarseness(each: Estimate) -> float:
-        size = probed if each.place is None else max(typical, abs(each.numeric))
-        return float(each.bound / max(size, TINIEST)) if each.judged else np.inf
-
-    # The coarsest comparison, those at kinks left out, relative to the size of both sides.
-    resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
-    wrong, failing = np.array([each.z > 1 for each in elements]), sum(each.z > 1 for each in found)
-    pattern = f"{wrong.sum()} of the {len(elements)} elements compared"
-    if failing and len(elements) == x.size:
-        pattern = name_pattern(wrong.reshape(x.shape))
-    worst = max(found, key=lambda each: (each.judged, each.z))
-    index = None if worst.place is None else place_of(worst.place, x.shape)
-    message = "" if failing else _doubt(gradient, found, resolution)
-    verdict: ArgumentVerdict = "FAIL" if failing else "INCONCLUSIVE" if message else "PASS"
-    counts = len(elements), x.size, len(found) - len(elements), failing
-    rest = resolution, message, "secants", pattern * (failing > 0)
-    return ArgumentResult(name, verdict, *counts, index, *worst[:4], *rest)
-
-
-def kinks(argument: Argument, found: list[Estimate]) -> list[Finding]:
-    """Say where the forward is not differentiable, if it is not."""
-    bent = [each.place for each in found if each.status == "kink"]
-    shown = ["a probe" if p is None else str(place_of(p, argument.x.shape)) for p in bent]
-    # Three are enough to see which.
-    seen = ", ".join(shown[:3]) + f" and {len(bent) - 3} more" * (len(bent) > 3)
-    message = f"not differentiable at {seen}: not judged there"
-    name = f"{argument.name}: the forward is differentiable"
-    return [Finding("smoothness", name, "NOTE", message)] if bent else []
-
-
-def _doubt(gradient: Array, found: list[Estimate], resolution: float) -> str:
-    """Say why there can be no PASS; empty if there can."""
-    statuses = [each.status for each in found if each.place is not None]
-    coarsest = max(_COARSEST, 16 * unit_roundoff(gradient.dtype))
-    if 2 * (bent := statuses.count("kink")) >= max(len(statuses), 1):
-        return f"not differentiable at {bent} of {len(statuses)} elements"
-    if np.isinf(resolution):
-        loose = sum(not each.judged and each.status != "kink" for each in found)
-        return f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
-    coarse = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
-    return coarse * (not resolution <= coarsest)
 
 
 def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,16 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
 
-from stablenorm.check.differences import Comparer, judge, kinks, places
-from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
+from stablenorm.check.differences import Argument
+from stablenorm.check.operation import Backward, FaultError, Loss, Operation, as_array
 from stablenorm.check.purity import CallRules
-from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.formats import check_dtype
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
@@ -19,7 +19,7 @@ NOT_RETURNED = "backward returned None for it"
 
 
 def check_gradients(
-    forward: Forward,
+    forward: Callable[..., Any],
     backward: Backward,
     args: Sequence[Any],
     *,
@@ -43,18 +43,17 @@ def check_gradients(
         What it raises or warns of near them is not passed on.
     backward : callable
         ``backward(dy, cache) -> gradients``, a tuple, NamedTuple or list in the order of `args`,
-        each of the shape of its argument and of any floating dtype; None: not checked. `dy` has
-        the shape and dtype of `y`.
+        each of the shape of its argument and of any floating dtype; None: not checked. `dy` is as `y`.
     args : sequence of array or None
-        Where to check: float16, bfloat16, float32 or float64, finite. None is passed on, and its
-        gradient is not looked at. Not modified: `forward` gets copies. To check a float32
-        backward finely, give float64 arrays here and let `backward` return float32 gradients.
+        Where to check: float16, bfloat16, float32 or float64, finite. Not modified. None is passed
+        on, and its gradient not looked at. To check a float32 backward finely, give float64 arrays
+        here and let `backward` return float32 gradients.
     names : sequence of str, optional
         Names of the arguments in the report. Default: ``args[0]``, ``args[1]``, ...
     scales : sequence, optional
-        For each argument the length over which the forward changes appreciably: a positive scalar
-        or an array that broadcasts to it, or None for the default, the standard deviation along
-        the last axis. Never \|x\|: a forward that ignores an offset is left behind by such a step.
+        For each argument the length over which the forward changes appreciably: positive, a scalar or
+        an array that broadcasts to it. Default, and None: the standard deviation along the last axis.
+        Never \|x\|: a forward that ignores an offset is left behind by such a step.
     rng : int or numpy.random.Generator, optional
         For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
     probes, max_elements : int, default: 3 and 64
@@ -68,13 +67,12 @@ def check_gradients(
     GradientReport
         What the functions under test do wrong is in `findings` and never raised. `verdict` is
 
-        - FAIL if an element differs by more than both bounds; if a gradient is missing, has a
-          wrong shape, is not floating or not finite; or if the contract is broken: inputs are
-          modified, results are random, or the backward is not linear in dy;
+        - FAIL if an element differs by more than both bounds; if a gradient is missing, has a wrong
+          shape, is not floating or not finite; or if the contract is broken: inputs are modified,
+          results are random, or the backward is not linear in dy;
         - INCONCLUSIVE if both bounds together exceed 1e-3 of the element and of the RMS of the
-          gradient (16 roundings of its dtype, where that is more); if the secants have no limit;
-          if half the elements or more lie at kinks; if the forward raises; or if nothing could
-          be compared;
+          gradient (16 roundings of its dtype, where that is more); if the secants have no limit; if
+          half the elements or more are at kinks; if the forward raises; or if nothing was compared;
         - PASS otherwise.
 
     Raises
@@ -82,11 +80,6 @@ def check_gradients(
     TypeError, ValueError
         If an argument does not have one of the four floating dtypes; if `args` is empty or not
         finite, or `names` or `scales` do not match it.
-
-    See Also
-    --------
-    assert_gradients : The same for a test suite.
-    check_layer_norm : Knows more, for layer normalization.
 
     Notes
     -----
@@ -110,34 +103,32 @@ def check_gradients(
     'FAIL'
     """
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    operation, arrays = Operation(forward, backward), _check_args(args, names)
-    spans = _check_scales(scales, arrays)
-    # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
-    with np.errstate(all="ignore"):
-        try:
-            loss = Loss(operation, arrays, spans, rng)
-            results, findings = _check(loss, probes, max_elements, progress)
-        except FaultError as fault:
-            name = "the forward returns (y, cache)"
-            findings = [
-                Finding("contract", name, "INCONCLUSIVE" if fault.raised else "FAIL", str(fault))
-            ]
-            results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
-    about = [described(label, a) for label, a in arrays.items() if a is not None]
+    arrays, spans = _check_args(args, names, scales)
+    operation = Operation(forward, backward, len(args))
+    try:
+        loss = Loss(operation, [*arrays.values()], spans, rng)
+        results, findings = _check(loss, probes, max_elements, progress)
+    except FaultError as fault:
+        verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+        findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
+        why = "there is nothing to compare with"
+        results = [ArgumentResult(label, "NOT CHECKED", message=why) for label in arrays]
+    present = ((label, a) for label, a in arrays.items() if a is not None)
+    about = [f"{label} {shape_text(a.shape)} {a.dtype}" for label, a in present]
     return GradientReport(
         tuple(results),
         operation.forward_calls,
-        findings=tuple(findings),
+        tuple(findings),
         # A modified array spoils results that are then called wrong.
-        diagnosis=tuple(f.message for f in findings if " modifies " in f.message),
-        backward_calls=operation.backward_calls,
-        seconds=time.perf_counter() - start,
-        about=", ".join(about + [f"seed {seed}"] * isinstance(seed, int)),
+        tuple(f.message for f in findings if " modifies " in f.message),
+        operation.backward_calls,
+        time.perf_counter() - start,
+        ", ".join(about + [f"seed {seed}"] * isinstance(seed, int)),
     )
 
 
 def assert_gradients(
-    forward: Forward, backward: Backward, args: Sequence[Any], **options: Any
+    forward: Callable[..., Any], backward: Backward, args: Sequence[Any], **options: Any
 ) -> None:
     """
     Raise AssertionError, with the report, unless `check_gradients`, of the same parameters, says PASS.
@@ -153,6 +144,7 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
+@np.errstate(all="ignore")
 def _check(
     loss: Loss, probes: int, max_elements: int, progress: Progress | None
 ) -> tuple[list[ArgumentResult], list[Finding]]:
@@ -160,7 +152,7 @@ def _check(
     form, gradients, sound = "", [None] * len(loss.args), []
     # A backward that raises should do so at once.
     try:
-        gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
+        gradients = loss.operation.gradients(loss.dy.copy(), loss.cache)
     except FaultError as fault:
         form = str(fault)
     results: dict[str, ArgumentResult] = {}
@@ -168,26 +160,22 @@ def _check(
         if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
         else:
-            sound.append(loss.argument(i, np.asarray(gradients[i])))
+            sound.append(Argument(loss, i, gradients))
     rules = CallRules(loss, sound)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         why = "the forward is not deterministic"
-        return [_not_checked(label, why) for label in loss.spans], findings
+        return [ArgumentResult(label, "NOT CHECKED", message=why) for label in loss.spans], findings
 
-    work = [
-        (Comparer(loss, each, more), places(each, max_elements, probes, loss.rng))
-        for each, more in zip(sound, rules.allowances(), strict=True)
-    ]
-    done, total = count(1), sum(len(chosen) for _, chosen in work)
-    for comparer, chosen in work:
-        found = []
-        for place in chosen:
-            found.append(comparer.compare(place))
-            if progress is not None:
-                progress(next(done), total)
-        results[comparer.argument.name] = judge(comparer, found)
-        findings += kinks(comparer.argument, found)
+    rules.widen_bounds()
+    work = [(each, place) for each in sound for place in each.places(max_elements, probes)]
+    for done, (argument, place) in enumerate(work, 1):
+        argument.compare(place)
+        if progress is not None:
+            progress(done, len(work))
+    for argument in sound:
+        results[argument.name], bent = argument.judge()
+        findings += bent
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
@@ -196,31 +184,29 @@ def _check(
     return [results[label] for label in loss.spans], findings
 
 
-def _not_checked(name: str, message: str) -> ArgumentResult:
-    return ArgumentResult(name, "NOT CHECKED", message=message)
-
-
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Say what makes a comparison pointless, `fault` first; None if nothing does."""
-    if array is None:
-        return _not_checked(name, "the argument is None")
-    if gradient is None and not fault:
-        return _not_checked(name, NOT_RETURNED)
+    if array is None or (gradient is None and not fault):
+        why = "the argument is None" if array is None else NOT_RETURNED
+        return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
-        if not fault:
-            gradient = as_array("the gradient", gradient, array.shape)
-            if places := [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]:
-                first = f"{gradient[places[0]]} at {places[0]}"
-                fault = f"the gradient must be finite, got {first} ({len(places)} such)"
+        gradient = array if fault else as_array("the gradient", gradient, array.shape)
+        if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
+            first = f"{gradient[places[0]]} at {places[0]}"
+            fault = f"the gradient must be finite, got {first} ({len(places)} such)"
     except FaultError as error:
         fault = str(error)
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
-    return None if array.size else _not_checked(name, "the argument is empty")
+    if not array.size:
+        return ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
+    return None
 
 
-def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, Array | None]:
-    """Return the arguments by name, as arrays of their own, C-contiguous."""
+def _check_args(
+    args: Sequence[Any], names: Sequence[str] | None, scales: Sequence[Any] | None
+) -> tuple[dict[str, Array | None], dict[str, Array]]:
+    """Return by name the arguments, as C-contiguous copies, and their scales, flat powers of two."""
     if not isinstance(args, (tuple, list)) or len(args) == 0:
         msg = f"args must be a tuple or list of at least one array, got {args!r:.60}"
         raise ValueError(msg)
@@ -228,29 +214,21 @@ def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, A
     if len(labels) != len(args) or len(set(labels)) != len(args):
         msg = f"names must be one name for each of {len(args)} args, all different, got {labels}"
         raise ValueError(msg)
-    # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    copies = (None if a is None else np.array(a, order="C") for a in args)
-    arrays = dict(zip(labels, copies, strict=True))
-    for label, array in arrays.items():
-        if array is not None:
-            check_dtype(label, array)
-            if not np.isfinite(array).all():
-                msg = f"{label} must be finite to be differentiated, got NaN or infinity"
-                raise ValueError(msg)
-    return arrays
-
-
-def _check_scales(
-    scales: Sequence[Any] | None, arrays: dict[str, Array | None]
-) -> dict[str, Array]:
-    """Return for each argument its scale, flat, rounded down to powers of two."""
-    scales = [None] * len(arrays) if scales is None else scales
-    if len(scales) != len(arrays):
-        msg = f"scales must have one entry for each of {len(arrays)} args, got {len(scales)}"
+    scales = [None] * len(args) if scales is None else scales
+    if len(scales) != len(args):
+        msg = f"scales must have one entry for each of {len(args)} args, got {len(scales)}"
         raise ValueError(msg)
-    spans = {}
-    for scale, (label, given) in zip(scales, arrays.items(), strict=True):
-        array = np.zeros(0) if given is None else given
+    arrays, spans = dict[str, Array | None](), dict[str, Array]()
+    for label, given, scale in zip(labels, args, scales, strict=True):
+        if given is None:
+            arrays[label], spans[label] = None, np.zeros(0)
+            continue
+        # A copy, so that nothing that forward or backward does can reach the caller's array.
+        array = arrays[label] = np.array(given, order="C")
+        check_dtype(label, array)
+        if not np.isfinite(array).all():
+            msg = f"{label} must be finite to be differentiated, got NaN or infinity"
+            raise ValueError(msg)
         span = np.ones(1) if scale is None else np.asarray(scale, dtype=np.float64)
         if scale is None and array.size:
             # Divided by the largest magnitude, lest squares overflow or vanish.
@@ -267,4 +245,4 @@ def _check_scales(
         # Dividing by a power of two is exact.
         powers = np.ldexp(0.5, np.frexp(span)[1])
         spans[label] = np.broadcast_to(powers, array.shape).reshape(-1)
-    return spans
+    return arrays, spans

@@ -3,7 +3,7 @@
 import contextlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,22 +16,11 @@ from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.differences import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.operation import Backward, FaultError, Operation
-from stablenorm.check.results import (
-    ArgumentResult,
-    ArgumentVerdict,
-    Finding,
-    GradientReport,
-    described,
-)
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
+from stablenorm.text import shape_text
 from stablenorm.types import Array, check_eps
-
-# Name of the norm, and the terms that a diagnosis may name, by kind.
-_KINDS = {
-    "layer": ("a layer norm", "dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = gamma dy"),
-    "rms": ("an RMS norm", "dx = rstd (g - xhat mean(g xhat)), where g = gamma dy"),
-}
 
 
 def check_layer_norm(
@@ -83,17 +72,12 @@ def check_layer_norm(
     TypeError, ValueError
         As `check_gradients`, and if `eps` is negative or not finite.
 
-    See Also
-    --------
-    check_rms_norm : The same for RMS normalization.
-    check_gradients : For any operation; explains the bounds.
-
     Notes
     -----
-    Code that is right but less accurate than two passes in the given dtypes gets a NOTE, not a
-    failure: a variance from E[x^2] - E[x]^2 under an offset, for example. float64 results that
-    are right to float32 only are wrong. Finite differences of float32 are too coarse for a verdict:
-    the closed form decides alone, unless an offset leaves x too few digits (INCONCLUSIVE).
+    Code that is right but less accurate than two passes in the given dtypes gets a NOTE: a variance
+    from E[x^2] - E[x]^2 under an offset, for example. float64 results that are right to float32 only
+    are wrong. Finite differences of float32 are too coarse for a verdict: the closed form decides
+    alone, unless an offset leaves x too few digits (INCONCLUSIVE).
 
     Examples
     --------
@@ -107,9 +91,9 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options: dict[str, Any] = {"probes": probes, "max_elements": max_elements, "rng": rng}
-    options |= {"gamma_offset": gamma_offset, "progress": progress}
-    return _check("layer", (forward, backward), (x, gamma, beta, eps), **options)
+    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
+    given = x, gamma, beta, eps
+    return _check("layer", (forward, backward), given, gamma_offset, rng, options)
 
 
 def check_rms_norm(
@@ -119,12 +103,17 @@ def check_rms_norm(
     gamma: Any = None,
     beta: Any = None,
     eps: float = 1e-5,
-    **options: Any,
+    *,
+    gamma_offset: float = 0.0,
+    rng: Any = None,
+    probes: int = 3,
+    max_elements: int = 64,
+    progress: Progress | None = None,
 ) -> GradientReport:
     """
     Check an RMS normalization over the last axis, and name what is wrong with it.
 
-    The parameters are those of `check_layer_norm`, and `options` its keywords.
+    The parameters are those of `check_layer_norm`.
 
     Examples
     --------
@@ -132,16 +121,18 @@ def check_rms_norm(
     >>> check_rms_norm(rms_norm_forward, rms_norm_backward, rng=0).verdict
     'PASS'
     """
-    return _check("rms", (forward, backward), (x, gamma, beta, eps), **options)
+    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
+    given = x, gamma, beta, eps
+    return _check("rms", (forward, backward), given, gamma_offset, rng, options)
 
 
+@np.errstate(all="ignore")
 def _check(
-    kind: str, functions: Any, given: Any, rng: Any = None, **options: Any
+    kind: str, functions: Any, given: Any, gamma_offset: float, rng: Any, options: dict[str, Any]
 ) -> GradientReport:
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
     (forward, backward), (x, gamma, beta, eps) = functions, given
-    gamma_offset = options.pop("gamma_offset", 0.0)
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -161,35 +152,35 @@ def _check(
         scale = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
     options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
-    report = check_gradients(
-        lambda *args: forward(*args, eps), backward, [x, gamma, beta], **options
-    )
-    operation, findings = Operation(forward, backward), list(report.findings)
-    for each in (each.name for each in report.arguments if each.message == NOT_RETURNED):
-        message = "the backward gives none"
-        findings.append(Finding("contract", f"d{each} is checked", "NOTE", message))
+    report = check_gradients(lambda *a: forward(*a, eps), backward, [x, gamma, beta], **options)
+    operation, findings = Operation(forward, backward, 3), list(report.findings)
+    for each in report.arguments:
+        if each.message == NOT_RETURNED:
+            name = f"d{each.name} is checked"
+            findings.append(Finding("contract", name, "NOTE", "the backward gives none"))
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
     if usable and fits and any(each.verdict != "NOT CHECKED" for each in report.arguments):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 judged, named = _look(operation, norm, rng, findings)
             except FaultError as fault:
                 findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
-    about = f"{described('x', x)}, eps {eps:g}" + f", seed {seed}" * isinstance(seed, int)
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}"
+    about += f", seed {seed}" * isinstance(seed, int)
+    # A diagnosis may name the terms.
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
-        about += f"\n{_KINDS[kind][1]}"
-    return replace(
-        report,
-        arguments=tuple(_decided(r, judged.get(f"d{r.name}", [])) for r in report.arguments),
-        findings=tuple(findings),
-        diagnosis=report.diagnosis + named,
-        forward_calls=report.forward_calls + operation.forward_calls,
-        backward_calls=report.backward_calls + operation.backward_calls,
-        seconds=time.perf_counter() - start,
-        about=about,
+        mean = " - mean(g)" * (kind == "layer")
+        about += f"\ndx = rstd (g{mean} - xhat mean(g xhat)), where g = gamma dy"
+    return GradientReport(
+        tuple(_decided(each, judged.get(f"d{each.name}", [])) for each in report.arguments),
+        report.forward_calls + operation.forward_calls,
+        tuple(findings),
+        report.diagnosis + named,
+        report.backward_calls + operation.backward_calls,
+        time.perf_counter() - start,
+        about,
     )
 
 
@@ -224,48 +215,44 @@ def _look(
         # The two data sets must not contradict one another.
         return judged, tuple(s for s in said[-1] if all(s in each for each in said))
 
-    base = cases.ordinary(given, rng, cases.few(given, cases.ROWS))
+    base = cases.ordinary(given, rng, cases.few(given))
     ours = cases.equivalent(given, base, rng, takes_eps=takes_eps)
-    for layer, trials in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
-        for trial in trials:
-            findings.append(Finding(layer, trial.name, *cases.judge_trial(operation, trial)))
+    for layer, problems in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
+        for case in problems:
+            findings.append(Finding(layer, case.name, *cases.judge_case(operation, case)))
     return judged, ()
 
 
-def _identities(judged: dict[str, Judged]) -> list[Finding]:
-    """
-    Evaluate sums that exact gradients make 0, by the bounds of careless code.
+def _identities(judged: dict[str, Judged]) -> Iterator[Finding]:
+    """Evaluate sums that exact gradients make 0, by the bounds of careless code."""
+    of, dx = judged["y"].expected, judged.get("dx")
+    case, keep = of.case, of.s[:, 0] > 0
 
-    Adding a constant to x changes nothing; stretching x about its mean changes y only as far as eps
-    matters; y is linear in (gamma, beta). Rows of zero variance with eps = 0 are skipped.
-    """
-    of = judged["y"].expected
-    case, keep, found = of.case, of.s[:, 0] > 0, []
-
-    def add(name: str, terms: Array, bounds: Array) -> None:
+    def is_zero(name: str, terms: Array, bounds: Array) -> Finding:
         # 0 times infinity is 0.
         bound = np.sum(np.nan_to_num(bounds, nan=0, posinf=np.inf), axis=-1)
         off = np.abs(np.sum(terms, axis=-1))
         row = int(np.argmax(z := closed_form.excess(off, 0 * off, bound)))
         said = f"off by {off[row]:.2e}, bound {bound[row]:.2e}"
-        found.append(Finding("identities", name, "PASS" if z[row] <= 1 else "FAIL", said))
+        return Finding("identities", name, "PASS" if z[row] <= 1 else "FAIL", said)
 
-    with np.errstate(all="ignore"):
-        if "dx" in judged and keep.any():
-            # dx / rstd has the size of g; the share of eps is eps / (var + eps).
-            dx, bound = judged["dx"].actual * of.s, judged["dx"].bounds.careless * of.s
-            if case.kind == "layer":
-                add("sum(dx) = 0", dx[keep], bound[keep])
-            rest = (dx - np.square(np.sqrt(case.eps) / of.s) * of.g) * of.xhat
-            bound *= np.abs(of.xhat)
-            add("sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd", rest[keep], bound[keep])
-        if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
-            weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
-            sides = [(np.ravel(w), judged[each]) for each, w in weights.items() if each in judged]
-            terms = np.hstack([w * np.ravel(each.actual) for w, each in sides])
-            bounds = np.hstack([np.abs(w) * np.ravel(each.bounds.careless) for w, each in sides])
-            add("<gamma, dgamma> + <beta, dbeta> = <dy, y>", terms[None], bounds[None])
-    return found
+    # Rows of zero variance with eps = 0 are left out. dx / rstd has the size of g.
+    if dx and keep.any():
+        terms, bounds = dx.actual * of.s, dx.careless * of.s
+        # Adding a constant to x changes nothing.
+        if case.kind == "layer":
+            yield is_zero("sum(dx) = 0", terms[keep], bounds[keep])
+        # Stretching x about its mean changes y only as far as eps matters: eps / (var + eps).
+        terms = (terms - np.square(np.sqrt(case.eps) / of.s) * of.g) * of.xhat
+        bounds, name = bounds * np.abs(of.xhat), "sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd"
+        yield is_zero(name, terms[keep], bounds[keep])
+    # y is linear in (gamma, beta).
+    if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
+        weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
+        sides = [(np.ravel(w), judged[each]) for each, w in weights.items() if each in judged]
+        terms = np.hstack([w * np.ravel(each.actual) for w, each in sides])
+        bounds = np.hstack([np.abs(w) * np.ravel(each.careless) for w, each in sides])
+        yield is_zero("<gamma, dgamma> + <beta, dbeta> = <dy, y>", terms[None], bounds[None])
 
 
 def _about_y(y: Judged) -> str:
@@ -275,11 +262,12 @@ def _about_y(y: Judged) -> str:
         return y.not_finite
     if y.error < closed_form.unit(case.n, 2.0**-24):
         return error + "as if something were kept in float32"
-    kind = {"layer": "rms", "rms": "layer"}[case.kind]
+    kind, name = {"layer": ("rms", "an RMS norm"), "rms": ("layer", "a layer norm")}[case.kind]
     other = Judged("y", y.actual, Expected(case._replace(kind=kind), y.expected.u))
-    if np.isfinite(other.bounds.careless).all() and not other.wrong:
-        return error + f"it is that of {_KINDS[kind][0]}: say --kind {kind}, or check_{kind}_norm"
-    return error + f"this is not the {_KINDS[case.kind][0].split()[1]} normalization asked for"
+    if np.isfinite(other.careless).all() and not other.wrong:
+        return error + f"it is that of {name}: say --kind {kind}, or check_{kind}_norm"
+    asked = {"layer": "layer", "rms": "RMS"}[case.kind]
+    return error + f"this is not the {asked} normalization asked for"
 
 
 def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
@@ -290,16 +278,16 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     # Under an offset that leaves x no digits, nothing is known of the right gradient either.
     if not each.wrong and not (all(e.right for e in judged) and np.isfinite(each.resolution)):
         return result
-    verdict: ArgumentVerdict = "FAIL" if each.wrong else "PASS"
-    z = each.z if each.wrong else each.z_plain
-    pattern = name_pattern((z > 1).reshape(each.shape)) if each.wrong else ""
-    if result.verdict == verdict:
-        seen = result.resolution if each.wrong else min(result.resolution, each.resolution)
+    wrong, z = each.wrong, each.z if each.wrong else each.z_plain
+    pattern = name_pattern((z > 1).reshape(each.shape)) if wrong else ""
+    if result.verdict == ("FAIL" if wrong else "PASS"):
+        seen = result.resolution if wrong else min(result.resolution, each.resolution)
         return replace(result, pattern=pattern, resolution=seen)
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
     message = each.not_finite or "seen by the closed form, too small for finite differences"
-    place, bounds = int(np.argmax(z)), each.bounds
-    actual, value, bound = (float(a.flat[place]) for a in (each.actual, bounds.value, bounds.plain))
+    place = int(np.argmax(z))
+    actual, value, bound = (float(a.flat[place]) for a in (each.actual, each.value, each.plain))
     counts = z.size, result.total, result.probes, int(np.sum(z > 1)), place_of(place, each.shape)
-    rest = each.resolution, message * each.wrong, "closed form", pattern
-    return ArgumentResult(result.name, verdict, *counts, actual, value, bound, 0.0, *rest)
+    rest = each.resolution, message * wrong, "closed form", pattern
+    made = ArgumentResult(result.name, "PASS", *counts, actual, value, bound, 0.0, *rest)
+    return replace(made, verdict="FAIL") if wrong else made

@@ -1,71 +1,70 @@
-"""Call the functions under test safely; `Loss` is the scalar that is differentiated."""
+"""Call the functions under test safely, and measure what they return."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.arithmetic import draw, flat, rms, tiniest, unit_roundoff
-from stablenorm.formats import check_dtype
+from stablenorm.formats import check_dtype, format_of
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-# The arguments by name.
-Given = dict[str, Array | None]
-Forward = Callable[..., Any]
+Given = Sequence[Array | None]
 Backward = Callable[[Array, Any], Any]
 
 
 class FaultError(Exception):
-    """A function under test broke its contract; the message is one line, for the report."""
+    """A function under test broke its contract, or `raised`; the message is one line, for the report."""
 
-    # Whether the function raised it.
-    raised = False
+    def __init__(self, message: str, *, raised: bool = False):
+        super().__init__(message)
+        self.raised = raised
 
 
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
-        return function(*args)
+        # Squares may overflow and roots have no value: that is looked at, not warned of.
+        with np.errstate(all="ignore"):
+            return function(*args)
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         # 160 characters, with the words before them, are two lines of a terminal.
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
-        fault = FaultError(f"{name} raised {said}")
-        fault.raised = True
-        raise fault from None
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        msg = f"{name} raised {said}".removesuffix(": ")
+        raise FaultError(msg, raised=True) from None
 
 
 class Operation:
     """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
 
-    def __init__(self, forward: Forward, backward: Backward):
-        self._forward, self._backward = forward, backward
+    def __init__(self, forward: Callable[..., Any], backward: Backward, arguments: int):
+        self._forward, self._backward, self._arguments = forward, backward, arguments
         self.forward_calls = self.backward_calls = 0
         # A warning about results that do not last; empty where they do.
         self.overwritten = ""
         # The latest array of each result as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
 
-    def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
-        """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
+    def forward(self, args: Given, *eps: float, copy: bool = True) -> tuple[Array, Any]:
+        """Return (y, cache) for copies of `args`, or for these themselves; a layer norm takes `eps`."""
         self.forward_calls += 1
-        result = _called("forward", self._forward, *args, *extra)
+        result = _called("forward", self._forward, *(copies(args) if copy else args), *eps)
         many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         if many != " of 2":
             msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
             raise FaultError(msg)
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
-    def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
-        """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
+    def gradients(self, dy: Array, cache: Any) -> list[Any]:
+        """Return the gradients as a list, one for each argument; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
         wanted, came = "a tuple, NamedTuple or list of gradients", type(returned).__name__
         if isinstance(returned, (tuple, list)):
-            if len(returned) == len(args):
+            if len(returned) == self._arguments:
                 both = enumerate(returned)
                 return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
-            wanted, came = f"{len(args)} gradients, one for each argument", str(len(returned))
+            wanted, came = f"{self._arguments} gradients, one for each argument", f"{len(returned)}"
         msg = f"backward must return {wanted}, got {came}"
         raise FaultError(msg)
 
@@ -92,80 +91,48 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     return array
 
 
-def copies(args: Sequence[Array | None]) -> list[Array | None]:
+def copies(args: Given) -> list[Array | None]:
     """Copy each array: what a function does to its arguments must not reach the next call."""
     return [None if a is None else a.copy() for a in args]
 
 
-class Argument(NamedTuple):
-    """An argument, and the gradient of it that is compared; `span` is its scale, flat."""
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """Return u, the largest relative error of one rounding to `dtype`."""
+    return 2.0 ** -format_of(dtype).digits
 
-    name: str
-    position: int
-    x: Array
-    span: Array
-    gradient: Array
+
+def tiniest(dtype: np.dtype[Any]) -> float:
+    """Return the smallest positive number of `dtype`."""
+    return float(np.nextafter(dtype.type(0), dtype.type(1)))
+
+
+def flat(a: Array) -> Array:
+    """Return an array as one row of float64."""
+    return a.astype(np.float64).reshape(-1)
+
+
+def rms(values: Array, axis: int | None = None) -> Array:
+    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
+    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
+    squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
+    return np.asarray(largest * np.sqrt(squares))
 
 
 class Loss:
-    """L = <u, forward(args)>, seen through differences of outputs; `spans` are scales, by name."""
+    """L = <u, forward(*args)>, seen through differences of outputs; `spans` are scales, by name."""
 
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
-        self.args, self.operation, self.spans, self.rng = [*args.values()], operation, spans, rng
-        y, self.cache = self.forward()
-        self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
-        self.y, self.u = flat(y), draw(y.size, rng)
+        self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
+        self.y_as_returned, self.cache = operation.forward(args)
+        self.y = flat(self.y_as_returned)
+        self.u = self.draw()
+        self.dy = self.u.reshape(self.y_as_returned.shape).astype(self.y_as_returned.dtype)
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
-    def arguments(self) -> list[Array | None]:
-        """Copy the arguments, for a call that may modify them."""
-        return copies(self.args)
-
-    def forward(self) -> tuple[Array, Any]:
-        """Call the forward; return (y, cache)."""
-        return self.operation.forward(self.arguments())
-
-    def natural_size(self, span: Array) -> float:
-        """Return the size of a gradient that makes y change by its own size over a scale."""
-        return float(rms(self.u * self.y)) / float(np.median(span))
-
-    def argument(self, position: int, gradient: Array) -> Argument:
-        """Return an argument with its gradient, to be compared."""
-        name, span = [*self.spans.items()][position]
-        x, gradient = np.asarray(self.args[position]), self.settled(position, gradient)
-        return Argument(name, position, x, span, gradient)
-
-    def rounding_bound(self, gradient: Array) -> Array:
-        """Bound, for each element of a gradient, the error of arithmetic in its dtype; flat."""
-        values = np.atleast_1d(gradient.astype(np.float64))
-        u, row_rms = unit_roundoff(gradient.dtype), rms(values, -1)
-        shapes = [self.shape, *(a.shape for a in self.args if a is not None)]
-        # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
-        terms = max([length for s in shapes for length in s] + [self.y.size / values.size, 1])
-        half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
-        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
-        return np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
-
-    def cotangent(self) -> Array:
-        """Return u as dy: of the shape and dtype of y."""
-        return self.u.reshape(self.shape).astype(self.dtype)
-
-    def settled(self, position: int, gradient: Array) -> Array:
-        """Copy a gradient, rounded to the coarsest dtype of it, of its argument and of dy."""
-        # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
-        dtypes = gradient.dtype, np.asarray(self.args[position]).dtype, self.dtype
-        with np.errstate(over="ignore"):
-            rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
-        return rounded if np.isfinite(rounded).all() else gradient.copy()
-
-    def output(self, position: int, where: Any, values: Array) -> Array:
-        """Return y, flat, with the entries `where` of one argument replaced; NaN if there is none."""
-        args = self.arguments()
-        moved = args[position] = np.array(args[position], order="C")
-        moved.reshape(-1)[where] = values.astype(moved.dtype)
-        try:
-            return flat(as_array("y", self.operation.forward(args)[0], self.shape))
-        except FaultError as fault:
-            self.faults.setdefault(fault.raised, str(fault))
-        return np.full(self.y.size, np.nan)
+    def draw(self) -> Array:
+        """Draw a cotangent, flat: signed, no zeros, and the same in all four dtypes."""
+        # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
+        # holds a number and three times its size exactly.
+        u = np.round(self.rng.standard_normal(self.y.size) * 16).clip(-63, 63) / 16
+        return np.where(u == 0, 0.0625, u)

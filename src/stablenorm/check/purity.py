@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.arithmetic import TINIEST, draw, flat, rms, unit_roundoff
-from stablenorm.check.operation import Argument, FaultError, Loss, as_array
-from stablenorm.check.results import Finding
+from stablenorm.check.differences import Argument
+from stablenorm.check.operation import FaultError, Loss, as_array, copies, flat, rms, unit_roundoff
+from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 
@@ -31,9 +31,8 @@ class CallRules:
     """The rules for one operation, and its arguments whose gradients can be compared."""
 
     def __init__(self, loss: Loss, arguments: list[Argument]):
-        self._loss, self._arguments, self._operation = loss, arguments, loss.operation
-        self._dy = flat(loss.cotangent())
-        self._names = [f"the gradient of {each.name}" for each in arguments]
+        self._loss, self._operation, self._dy = loss, loss.operation, flat(loss.dy)
+        self._arguments = {each.label: each for each in arguments}
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
@@ -48,109 +47,95 @@ class CallRules:
             ("the backward uses the cache that it is given", self._uses_its_cache),
         ]
         found: list[Finding] = []
-        for name, rule, *what in rules[: None if backward else 2]:
+        for name, rule, *way in rules[: None if backward else 2]:
             # Gradients that differ at each call would be blamed on the cache too.
             if rule == self._uses_its_cache and any(f.verdict == "FAIL" for f in found):
-                continue
+                break
             try:
-                message = rule(*what)
+                message = rule(*way)
             except FaultError as fault:
                 message = str(fault)
             found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
         return found
 
-    def allowances(self) -> list[Array]:
-        """
-        Return what the rounding errors measured in the backward may add to its bounds, flat.
-
-        They do not show in the size of a gradient whose terms cancel (a saturated softmax). Measured
-        is how far multiples of dy are from giving multiples of the gradients, RMS along the last axis.
-        """
+    def widen_bounds(self) -> None:
+        """Add to the bounds of each gradient the rounding errors that are measured in the backward."""
+        # The size of a gradient whose terms cancel (a saturated softmax) does not show them. Measured
+        # is how far multiples of dy are from giving its multiples, RMS along the last axis.
         try:
-            first, *more = self._pulls(self._dy * factor for factor in (1, *_FACTORS))
+            runs = [*self._pulls(self._dy * factor for factor in (1, *_FACTORS))]
         except FaultError:
             # The rules have found it, and said so.
-            return [np.zeros(each.x.size) for each in self._arguments]
-        found = []
-        for argument, one, *others in zip(self._arguments, first, *more, strict=True):
-            runs, a = np.array([flat(each) for each in others]), np.atleast_1d(argument.gradient)
-            apart = np.nan_to_num((runs.T / _FACTORS).T - flat(one), posinf=0, neginf=0)
+            return
+        for name, argument in self._arguments.items():
+            one, *others = (flat(run[name]) for run in runs)
+            a, multiples = np.atleast_1d(argument.gradient), np.array(others)
+            apart = np.nan_to_num((multiples.T / _FACTORS).T - one, posinf=0, neginf=0)
             measured = rms(rms(apart, 0).reshape(a.shape), -1)
             # The bound has the rounding of the gradient itself already, drawn twice here.
             own = 1.5 * unit_roundoff(a.dtype) * rms(a.astype(np.float64), -1)
             # Few samples may be 16 times too small.
-            allowed = np.minimum(16 * np.maximum(measured - own, 0), self._explained(argument))
-            found.append(np.broadcast_to(allowed, a.shape).reshape(-1))
-        return found
+            allowed = np.minimum(16 * np.maximum(measured - own, 0), argument.explained)
+            argument.bounds += np.broadcast_to(allowed, a.shape).reshape(-1)
 
-    def _explained(self, argument: Argument) -> float:
-        """Return 256 roundings of a gradient, or of y changing by its size over the scale."""
-        gradient = argument.gradient
-        typical = max(float(rms(flat(gradient))), self._loss.natural_size(argument.span))
-        return 2.0**8 * unit_roundoff(gradient.dtype) * typical
+    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> Iterator[dict[str, Array]]:
+        """Pull each dy back through one cache; yield what can be compared, by its name in messages."""
+        dy = self._loss.dy
+        cache = self._operation.forward(self._loss.args)[1] if cache is None else cache
+        for each in dys:
+            returned = self._operation.gradients(each.reshape(dy.shape).astype(dy.dtype), cache)
+            yield {name: a.settled(returned) for name, a in self._arguments.items()}
 
-    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[list[Array]]:
-        """Pull each dy back through one cache; return what was fit to be compared the first time."""
-        loss, runs = self._loss, []
-        cache = loss.forward()[1] if cache is None else cache
-        for dy in dys:
-            given = dy.reshape(loss.shape).astype(loss.dtype)
-            returned, found = self._operation.gradients(given, cache, loss.args), []
-            for name, (_, i, x, *_) in zip(self._names, self._arguments, strict=True):
-                found.append(loss.settled(i, as_array(name, returned[i], x.shape)))
-            runs.append(found)
-        return runs
-
-    def _random(self, what: str) -> str:
+    def _random(self, way: str) -> str:
         """Say which results differ, and how far, where a call is repeated."""
-        if what == "backward":
-            return _differ(self._names, *self._pulls([self._dy] * _RUNS))
-        runs = [self._loss.y_as_returned, *(self._loss.forward()[0] for _ in range(1, _RUNS))]
-        return _differ(["y"], *([y] for y in runs))
+        if way == "backward":
+            return _differ(*self._pulls([self._dy] * _RUNS))
+        again = ({"y": self._operation.forward(self._loss.args)[0]} for _ in range(1, _RUNS))
+        return _differ({"y": self._loss.y_as_returned}, *again)
 
-    def _modified(self, what: str) -> str:
+    def _modified(self, way: str) -> str:
         """Say which arrays a call modifies."""
-        args, dy, cache = self._loss.arguments(), self._loss.cotangent(), None
-        if what == "backward":
-            cache = self._operation.forward(args)[1]
+        args, dy, cache = copies(self._loss.args), self._loss.dy.copy(), None
+        if way == "backward":
+            cache = self._operation.forward(args, copy=False)[1]
         held = [("dy", dy), *zip(self._loss.spans, args, strict=True), ("the cache", cache)]
-        arrays = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
-        if what == "backward":
-            self._operation.gradients(dy, cache, args)
+        before = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
+        if way == "backward":
+            self._operation.gradients(dy, cache)
         else:
-            self._operation.forward(args)
-        changed = dict.fromkeys(name for name, a, before in arrays if a.tobytes() != before)
-        return f"the {what} modifies {', '.join(changed)}" if changed else ""
+            self._operation.forward(args, copy=False)
+        changed = dict.fromkeys(name for name, a, held in before if a.tobytes() != held)
+        return f"the {way} modifies {', '.join(changed)}" if changed else ""
 
     def _linear(self) -> str:
         """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
-        dy, other = self._dy, draw(self._dy.size, self._loss.rng)
-        # The sum is exact in every dtype, see `draw`.
-        runs = self._pulls((dy, other, 2 * dy + other))
-        for name, argument, a, b, total in zip(self._names, self._arguments, *runs, strict=True):
+        dy, other = self._dy, self._loss.draw()
+        # The sum is exact in every dtype, see `Loss.draw`.
+        runs = [*self._pulls((dy, other, 2 * dy + other))]
+        for name, argument in self._arguments.items():
+            a, b, total = (run[name] for run in runs)
             made = 2 * flat(a) + flat(b)
             # Nearer to the end of the range, the sum may overflow.
             far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
+            made = np.where(far, flat(total), made).reshape(total.shape)
             # Any order of summation, and terms that cancel.
-            bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(argument)
-            made = np.where(far, flat(total), made)
-            if said := _apart(name, flat(total), made, bound):
+            bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * argument.explained
+            if said := _differ({name: total}, {name: made}, bound=bound):
                 return said
         return ""
 
     def _uses_its_cache(self) -> str:
         """Pull dy back through the first of two forwards, after the second one."""
-        loss, cache = self._loss, self._loss.forward()[1]
+        loss, cache, copied = self._loss, self._operation.forward(self._loss.args)[1], None
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
-        copied, moved = None, loss.arguments()
         # Some objects cannot be copied; a closure is its own copy, with all in it.
         with suppress(Exception):
             copied = copy.deepcopy(cache)
-        arrays = set(map(id, _arrays_in(copied)))
-        if not arrays or not arrays.isdisjoint(map(id, _arrays_in(cache))):
-            copied = None
+        ours, theirs = (set(map(id, _arrays_in(each))) for each in (cache, copied))
+        is_copy = bool(theirs) and theirs.isdisjoint(ours)
+        moved, right = [*loss.args], {n: each.gradient for n, each in self._arguments.items()}
         for i, (a, span) in enumerate(zip(moved, loss.spans.values(), strict=True)):
             if a is not None:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
@@ -159,17 +144,16 @@ class CallRules:
 
         def is_off(cache: Any) -> bool:
             with suppress(FaultError):
-                ours = [each.gradient for each in self._arguments]
-                return bool(_differ(self._names, ours, *self._pulls([self._dy], cache)))
+                return bool(_differ(right, *self._pulls([self._dy], cache)))
             return True
 
         # Nothing can be asked where the operation is not defined.
         with suppress(FaultError):
             self._operation.forward(moved)
             if is_off(cache):
-                if copied is not None and is_off(copied):
+                if is_copy and is_off(copied):
                     return _LATEST
-                self._operation.overwritten = _OVERWRITTEN if copied is not None else _UNKNOWN
+                self._operation.overwritten = _OVERWRITTEN if is_copy else _UNKNOWN
         return ""
 
 
@@ -190,17 +174,14 @@ def _bound(a: Array) -> float:
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
-def _differ(names: list[str], *runs: list[Array]) -> str:
-    """Say which results of the same call differ, and how far."""
-    both = zip(names, *runs, strict=True)
-    said = (_apart(name, first, each) for name, first, *others in both for each in others)
-    return next(filter(None, said), "")
-
-
-def _apart(name: str, first: Array, other: Array, bound: float = 0) -> str:
-    """Say how far two results are apart, if by more than rounding, or `bound`, explains."""
-    a, b = flat(as_array(name, other, first.shape)), flat(first)
-    # NaN where only one of them is NaN.
-    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    z = np.max(apart, initial=0.0) / (bound or _bound(first))
-    return "" if z <= 1 else f"{name} differs by {z:.2g} times what rounding explains"
+def _differ(first: dict[str, Array], *others: dict[str, Array], bound: float = 0.0) -> str:
+    """Say which results are apart by more than rounding, or `bound`, explains, and how far."""
+    for name, one in first.items():
+        for other in others:
+            a, b = flat(as_array(name, other[name], one.shape)), flat(one)
+            # NaN where only one of them is NaN.
+            apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+            z = np.max(apart, initial=0.0) / (bound or _bound(one))
+            if not z <= 1:
+                return f"{name} differs by {z:.2g} times what rounding explains"
+    return ""

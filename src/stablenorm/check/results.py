@@ -5,13 +5,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.check.arithmetic import TINIEST
-from stablenorm.text import plain, shape_text, to_json, wrapped
-from stablenorm.types import Array
+from stablenorm.text import plain, to_json, wrapped
 
-Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
-FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
-ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
+# Stands for a bound of 0: nothing is 0 times as large.
+TINIEST = 2.0**-1074
+# A NOTE is a finding's, NOT CHECKED an argument's.
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE", "NOT CHECKED"]
 
 
 class Finding(NamedTuple):
@@ -24,13 +23,8 @@ class Finding(NamedTuple):
 
     layer: str
     name: str
-    verdict: FindingVerdict
+    verdict: Verdict
     message: str = ""
-
-
-def described(name: str, array: Array) -> str:
-    """Name an array with its shape and dtype."""
-    return f"{name} {shape_text(array.shape)} {array.dtype}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class ArgumentResult:
     """
 
     name: str
-    verdict: ArgumentVerdict
+    verdict: Verdict
     checked: int = 0
     total: int = 0
     probes: int = 0

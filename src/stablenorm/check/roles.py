@@ -1,9 +1,4 @@
-"""
-What the arguments of a norm are for, by the names that people give them.
-
-One table serves Python and the command: arguments are recognized by their names, those without a
-known name by their order.
-"""
+"""Arguments of a norm by role: recognized by their names or, without a known name, by their order."""
 
 import inspect
 import re
@@ -91,21 +86,15 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
 
 
 def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tuple[str, ...]]:
-    """
-    Return ``forward(x, gamma, beta, eps)``, ``backward(dy, cache)``, and which parameters there are.
-
-    ValueError or TypeError says why the functions cannot be called so.
-    """
-    held, roles = parameters(forward), dict[str, str]()
-    for name in held:
-        # A second name for one role, a `scale` beside gamma say, has a default of its own.
-        if (role := role_of(name)) and role not in roles.values():
-            roles[name] = role
+    """Return forward(x, gamma, beta, eps), backward(dy, cache) and the parameters, or say why not."""
+    held = parameters(forward)
+    # The first of several names for one role: a `scale` beside gamma, say, has a default of its own.
+    names = {role: name for name in reversed(held) if (role := role_of(name))}
     # Parameters of unknown name get the roles left, in order.
-    left = [role for role in ARGUMENTS if role not in roles.values()]
-    unknown = [name for name, needed in held.items() if needed and name not in roles]
-    roles |= dict(zip(unknown, left, strict=False))
-    if len(unknown) > len(left) or "x" not in roles.values():
+    left = [role for role in ARGUMENTS if role not in names]
+    unknown = [name for name, needed in held.items() if needed and name not in names.values()]
+    names |= dict(zip(left, unknown, strict=False))
+    if len(unknown) > len(left) or "x" not in names:
         msg = f"the forward must take (x, gamma, beta, eps), got {spelled(forward)}"
         raise ValueError(msg)
     required = [name for name, needed in parameters(backward).items() if needed]
@@ -114,8 +103,8 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
         raise ValueError(msg)
     order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
     call_backward = by_role(backward, dict(zip(required, order, strict=True)))
-    call_forward = by_role(forward, roles)
-    takes = tuple(role for role in PARAMETERS if role in roles.values())
+    call_forward = by_role(forward, {name: role for role, name in names.items()})
+    takes = tuple(role for role in PARAMETERS if role in names)
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
         settings = dict.fromkeys(NAMES["eps"], eps)
