@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.oracle.rounding import Array, Interval, Vector, read, require
-from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly
+from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly, settle
 
 
 class Row:
@@ -219,15 +219,18 @@ class Inputs:
         parts = self.parts(name, block, Magnitudes)
         return enclose(((v.magnitudes(), square) for v, square in parts), self.n)
 
-    def decide(
-        self, name: str, block: int, verdict: Callable[[int, Interval | None], T | None]
-    ) -> list[T]:
-        """Return the verdict on each element of one block, given its place and an enclosure, if defined."""
-        undefined = self.undefined(name, block).tolist()
-        pairs = enumerate(zip(enclose(self.parts(name, block), self.n), undefined, strict=True))
-        found = [verdict(i, None if nothing else interval) for i, (interval, nothing) in pairs]
-        if left_open := [i for i, each in enumerate(found) if each is None]:
-            numbers = exactly(self.parts(name, block), left_open)
-            for i, number in zip(left_open, numbers, strict=True):
-                found[i] = number.decide(partial(verdict, i))
-        return [each for each in found if each is not None]
+    def decide(self, name: str, verdict: Callable[[int, Interval | None], T | None]) -> list[T]:
+        """Return the verdict on each element, given its place and, if it is defined, an enclosure."""
+        found: list[Any] = []
+        for block in self.blocks(name):
+            places = range(len(found), len(found) + self.n)
+            undefined = self.undefined(name, block).tolist()
+            intervals = zip(enclose(self.parts(name, block), self.n), undefined, strict=True)
+            found += map(
+                verdict, places, (None if nothing else each for each, nothing in intervals)
+            )
+            if left_open := [i for i in places if found[i] is None]:
+                numbers = exactly(self.parts(name, block), [i % self.n for i in left_open])
+                for i, number in zip(left_open, numbers, strict=True):
+                    found[i] = settle(number, partial(verdict, i))
+        return found
