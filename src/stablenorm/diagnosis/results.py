@@ -155,7 +155,7 @@ class Diagnosis:
         axes = figure.subplots()
         # Besides colors, the lines differ by dashes and widths: one beneath another is seen.
         looks = zip(COLORS, ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2))), strict=False)
-        lost = zip(self.methods.values(), self.summary.lost.values(), looks, strict=True)
+        lost = zip(self.methods.values(), self.summary.lost.values(), looks, strict=False)
         for place, (title, counts, (color, dash)) in enumerate(lost):
             at_least = np.cumsum(counts[::-1])[::-1] / max(int(counts.sum()), 1)
             axes.plot(at_least, label=title, color=color, ls=dash, lw=3.4 - 0.4 * place)
