@@ -20,10 +20,6 @@ __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
 # Elements of a block, the work of one thread at a time: some 3 ms, ten times the fixed cost of a block.
 BLOCK = 1 << 19
 
-# Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
-# 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
-_POWERS = 63
-
 
 def diagnose(
     x: ArrayLike,
@@ -134,26 +130,26 @@ def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow
 def _worst_first(found: PerRow, kind: str) -> Array:
     """Return the indices of the rows, those that lose most first, equals in their own order."""
     # Rows that have no y at all come first: not finite, undefined. Then by bits of the two-pass, in an
-    # RMS norm those of float16, which loses most; then by condition, which constant rows do not have.
+    # RMS norm those of float16, which loses most; the condition number, which constant rows do not have,
+    # counts less than a bit.
     condition = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
-    bits = np.rint(found.lost[0 if kind == "layer" else -1])
-    return np.lexsort((-condition, -bits, ~found.marks[1], ~found.marks[0]))
+    lost = np.rint(found.lost[0 if kind == "layer" else -1]) + 1.0 - 1.0 / condition
+    return np.lexsort((-lost, ~found.marks[1], ~found.marks[0]))
 
 
 def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
     # Constant rows have no condition number, and some rows no y to lose bits of.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
-    of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, _POWERS) for v in (y, dx))
-    lost = (_counts(np.rint(v[~np.isnan(v)]), format_of(dtype).digits) for v in found.lost)
+    # By powers of two up to 63: elements that differ at all do so by 2**-53 of their size, so that no row
+    # of less than 2**20 elements has a larger one.
+    powers = (np.minimum(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
+    of_y, of_dx = (np.bincount(v, minlength=64) for v in powers)
+    bits = (np.rint(v[~np.isnan(v)]).astype(np.intp) for v in found.lost)
+    lost = (np.bincount(v, minlength=format_of(dtype).digits + 1) for v in bits)
     marks = np.count_nonzero(found.marks, axis=1).tolist()
     return Summary(
         len(found.mean), dict(zip(SPECIAL[kind], marks, strict=True)),
         dict(zip(METHODS[kind], lost, strict=True)), of_y, of_dx,
         float(y.max(initial=0.0)), float(dx.max(initial=0.0)),
     )  # fmt: skip
-
-
-def _counts(values: Array, last: int) -> Array:
-    """Return how often 0, 1, ..., last occur; larger values count with the last."""
-    return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)
