@@ -194,9 +194,8 @@ class ExactNorm:
             for i in above.tolist():
                 ulps, _, error, exponent = verdicts[i]
                 size, _, unit = sizes(i // self.n)[i % self.n]
-                excess[i] = rounding.quotient(error, size, exponent - unit - second) * (
-                    1 - limit / ulps
-                )
+                beyond = 1 - limit / ulps
+                excess[i] = beyond * rounding.quotient(error, size, exponent - unit - second)
             worst = float(excess.max())
             place = np.argmax(errors if worst <= 1 else excess)
             index = tuple(map(int, np.unravel_index(place, array.shape)))
