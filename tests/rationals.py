@@ -81,21 +81,12 @@ def magnitudes(
 ):  # fmt: skip
     """S of the norm's quantities and of second order, tangents as cotangents; in float64."""
 
-    def mean(v):
-        return v.mean(-1, keepdims=True)
-
-    def center(v):
-        return v if kind == "rms" else v - mean(v)
-
-    def spread(v):
-        return np.abs(v) + (0 if kind == "rms" else mean(np.abs(v)))
-
-    def inner(a, b):
-        return mean(np.abs(a * b))
-
-    def projected(v):
-        return rstd * (spread(v) + spread(xhat) * inner(center(v), xhat))
-
+    is_layer = kind == "layer"
+    mean = lambda v: v.mean(-1, keepdims=True)
+    center = lambda v: v - is_layer * mean(v)
+    spread = lambda v: np.abs(v) + is_layer * mean(np.abs(v))
+    inner = lambda a, b: mean(np.abs(a * b))
+    projected = lambda v: rstd * (spread(v) + spread(xhat) * inner(center(v), xhat))
     tx = tx + 0 * x
     rstd = 1 / np.sqrt(mean(center(x) ** 2) + eps)
     xhat, g = center(x) * rstd, gamma * dy
