@@ -18,21 +18,8 @@ DIRECTIONS = ("forward", "backward")
 # Elements of a block of the reference, `reference.blocks.BLOCK`.
 _BLOCK = 1 << 15
 
-# Flops per element, and words that the passes of plain NumPy move, or blocks that the reference holds: of
-# forward and backward, each for at most 32 bits and for float64. RMS norm lacks what is in brackets.
-#
-# Plain NumPy: [sum of x, x - mean], square, sum of squares, [x - mean again], times rstd, times gamma,
-# plus beta. Backward: g, g * xhat, its sum, [sum of g, g - mean(g)], xhat times its mean, the difference,
-# times rstd, dy * xhat, dgamma, dbeta. A pass moves its operands and its result.
-#
-# Reference: [sum of x, x - mean, its sum, less its mean], square, sum of squares, times rstd, times gamma,
-# plus beta. Backward: xhat from x 1 [+ 2], dy * xhat, dgamma, dbeta, g, [sum of g, g - mean(g)], times
-# xhat, its sum, xhat times its mean, the difference, times rstd. On float64 data these are done in pairs,
-# where an addition takes 20 flops and a product 20 to 24.
-#
-# Kernel: [x - k, its sum], its square added 2, [x - mean], times rstd [plus a shift], times gamma plus
-# beta 2; in pairs 29 + 31, RMS norm 11 + 18. Backward: xhat 1 [+ 2], g [- m, its sum], their product added
-# 2, dbeta, dgamma 2, dx 4 [+ 3]; in pairs 73 + 31, RMS norm 43 + 23.
+# Forward and backward, each for at most 32 bits and for float64: flops per element, as docs/explanation/
+# complexity.md counts them; and words that the passes of plain NumPy move, or blocks that the reference holds.
 PROGRAMS = {
     "plain NumPy": {"layer": (((8, 16), (8, 16)), ((11, 23), (11, 23))),
                     "rms": (((5, 11), (5, 11)), ((9, 20), (9, 20)))},
@@ -91,12 +78,11 @@ def count_cost(
     flops, extra = PROGRAMS[program][kind][backward][s == 8]
     size = rows * n
     if program == "plain NumPy":
-        # Passes are in words of c bytes but for x, dy, y and dx. At most four arrays live: when beta is
-        # added x, xhat, gamma * xhat and the sum; when dx is formed dy, g and two of the terms.
+        # x, dy, y and dx have s bytes per element, all else c. At most four arrays of c live at a time.
         c = max(s, 4)
         return Cost(flops * size, (2 * s + extra * c) * size, 4 * c * size)
-    # No byte more than must: x in, y and statistics out, gamma and beta in; dy, x, statistics and gamma
-    # in, dx, dgamma and dbeta out. The kernel's partial sums, at most 4 MiB, are left out.
+    # What must move: x in, y and statistics out, gamma and beta in; dy, x, statistics and gamma in, dx,
+    # dgamma and dbeta out.
     statistics, block = rows * _statistics(s, kind), 8 * min(max(1, _BLOCK // n), rows) * n
     held = s * size + (2 * s * n if backward else statistics) + extra * block
     return Cost(flops * size, (2 + backward) * s * (size + n) + statistics, held)

@@ -142,9 +142,9 @@ def near_midpoints() -> list[NearMidpoint]:
     for kept in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
         x, gamma, beta, dy = (_read(*kept[name]) for name in ("x", "gamma", "beta", "dy"))
         case = Case(x, gamma, beta, float.fromhex(kept["eps"]), dy)
-        made_as = {"y": x, "dx": x, "dgamma": gamma, "dbeta": beta}
         for output, where, expected, distance in kept["elements"]:
-            value = _read(made_as[output].dtype.name, (), expected)[()]
+            dtype, *_ = kept.get(output.removeprefix("d"), kept["x"])
+            value = _read(dtype, (), expected)[()]
             found.append(NearMidpoint(*case, output, tuple(where), value, distance))
     return found
 
