@@ -15,13 +15,7 @@ from stablenorm import exact_layer_norm
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
-from stablenorm.testing import (
-    _splitmix,
-    digest,
-    digest_inputs,
-    near_midpoints,
-    published_digests,
-)
+from stablenorm.testing import _splitmix, digest, digest_inputs, near_midpoints, published_digests
 
 
 def test_the_integers_are_those_of_others():
