@@ -105,7 +105,6 @@ class ExactNorm:
         element is undefined: its row has no variance, and eps is 0.
         """
         block, column = divmod(int(np.ravel_multi_index(index, self._shape_of(name))), self.n)
-        self._inputs.blocks(name)
         is_defined = not self._inputs.undefined(name, block)[column]
         require(is_defined, f"{name} must be defined there, got a row of zero variance and eps = 0")
         number = merge(exactly(self._inputs.parts(name, block), [column])[0])
@@ -181,7 +180,7 @@ class ExactNorm:
         """
         results = {}
         for name, array, verdicts in self._judge(arrays):
-            # Sums over rows of narrower data are promised no more digits than float64 arithmetic has.
+            # Sums over rows of narrower data are promised no more digits than float64 has.
             sources = [array, self.x] if self._inputs.quantities[name].summed else [array]
             limit, second = LIMITS[name][all(each.dtype.name == "float64" for each in sources)]
             if not verdicts:
@@ -204,18 +203,19 @@ class ExactNorm:
         return results
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a quantity."""
+        """Return the shape of a quantity, if there is what it is made of."""
         quantities = self._inputs.quantities
         names = ", ".join(quantities)
         require(name in quantities, f"name must be one of {names}, got {name!r}")
-        return (self.n,) if quantities[name].summed else self.shape
+        _, is_summed, needed = quantities[name]
+        require(needed in self._inputs.matrices, f"{needed} must be given for {name}, got None")
+        return (self.n,) if is_summed else self.shape
 
     def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, list[Verdict]]]:
         """Yield each array given with its name and the verdicts on its elements."""
         for name, each in arrays.items():
-            shape = self._shape_of(name)
             if each is not None:
-                array = np.asarray(each)
+                array, shape = np.asarray(each), self._shape_of(name)
                 values = as_float64(name, array, shape).reshape(-1).tolist()
                 verdict = partial(rounding.judge, format_of(array.dtype, name), values)
                 yield name, array, self._inputs.decide(name, verdict)

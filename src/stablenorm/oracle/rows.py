@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.oracle.rounding import Array, Interval, Vector, read, require
+from stablenorm.oracle.rounding import Array, Interval, Vector, read
 from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly, settle
 
 
@@ -186,12 +186,6 @@ class Inputs:
     vectors: dict[str, Vector]
     quantities: dict[str, Quantity]
 
-    def blocks(self, name: str) -> range:
-        """Return the places of the blocks of a quantity: rows, or the one of a sum over rows."""
-        needed = self.quantities[name].needs
-        require(needed in self.matrices, f"{needed} must be given for {name}, got None")
-        return range(1 if self.quantities[name].summed else len(self.matrices["x"]))
-
     def rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
         """Yield the rows that one block is made of."""
         all_rows = range(len(self.matrices["x"]))
@@ -205,7 +199,7 @@ class Inputs:
             yield from self.quantities[name].parts(row)
 
     def undefined(self, name: str, block: int) -> Array:
-        """Tell which elements of one block have no value: without variance and eps, those that count."""
+        """Tell which elements of a block have no value: without variance and eps, those that count."""
         found = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self.eps == 0 and name != "dbeta":
@@ -222,15 +216,14 @@ class Inputs:
     def decide(self, name: str, verdict: Callable[[int, Interval | None], T | None]) -> list[T]:
         """Return the verdict on each element, given its place and, if it is defined, an enclosure."""
         found: list[Any] = []
-        for block in self.blocks(name):
-            places = range(len(found), len(found) + self.n)
+        for block in range(1 if self.quantities[name].summed else len(self.matrices["x"])):
+            intervals = enclose(self.parts(name, block), self.n)
             undefined = self.undefined(name, block).tolist()
-            intervals = zip(enclose(self.parts(name, block), self.n), undefined, strict=True)
-            found += map(
-                verdict, places, (None if nothing else each for each, nothing in intervals)
-            )
-            if left_open := [i for i in places if found[i] is None]:
+            places = range(len(found), len(found) + self.n)
+            for place, interval, nothing in zip(places, intervals, undefined, strict=True):
+                found.append(verdict(place, None if nothing else interval))
+            if left_open := [place for place in places if found[place] is None]:
                 numbers = exactly(self.parts(name, block), [i % self.n for i in left_open])
-                for i, number in zip(left_open, numbers, strict=True):
-                    found[i] = settle(number, partial(verdict, i))
+                for place, number in zip(left_open, numbers, strict=True):
+                    found[place] = settle(number, partial(verdict, place))
         return found
