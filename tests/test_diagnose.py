@@ -67,7 +67,7 @@ def root_mean_square(v):
 
 
 def simulate(method, case, lanes):
-    """Return y of a case as a method computes it, every operation rounded; saved statistics only once."""
+    """Return y of a case as a method computes it, every operation rounded; statistics, once."""
     with np.errstate(all="ignore"):
         x = case.x.astype(np.result_type(case.x, np.float32))
         n, kind = x.shape[1], np.float16 if method == "float16" else x.dtype.type

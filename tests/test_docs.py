@@ -54,8 +54,8 @@ FIGURE = re.compile(
     r"\b(?:\d[\d.,]*|half|third|quarter|fifth|tenth|twentieth|(?:two|three|four|five|six|ten|hundred|tens of))\s*"
     r"(?:times (?:as|the|faster|slower|longer)|%|[mu]s\b|[MG]B\b|of (?:the|its) speed)"
 )
-# Pages whose figures nobody measured: bytes by formulas, errors and probabilities by proof, what an example
-# prints, sizes to plan with, ranges of formats, constants of a method.
+# Pages whose figures nobody measured: bytes by formulas, errors and probabilities by proof, what an
+# example prints, sizes to plan with, ranges of formats, constants of a method.
 FIGURES = {
     "docs/explanation": "complexity error-analysis fusing gradient-checking stability",
     "docs/how-to": "dask diagnose-your-data half-precision train",

@@ -72,7 +72,7 @@ def rows(case, _rng):
 
 
 def tangents(case, rng, names=("tx", "tgamma", "tbeta")):
-    """Return tangents of x, gamma and beta; by other names, the cotangents of the double backward."""
+    """Return tangents of x, gamma, beta; by other names, the cotangents of the double backward."""
     shapes = case.x.shape, case.gamma.shape, case.beta.shape
     drawn = (rng.standard_normal(shape).astype(case.x.dtype) for shape in shapes)
     return dict(zip(names, drawn, strict=True)) | {"gamma_offset": 1.0}

@@ -135,8 +135,8 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
 
 @pytest.mark.parametrize("exponent", range(-275, -160, 9))
 def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
-    # Two rows cancel exactly. The third is less than the 2**-256 of them to which their square roots are
-    # known at first; or so little more that its rounding is open; or more, and only its error is blurred.
+    # Two rows cancel exactly. The third is less than the 2**-256 of them to which their roots are
+    # known at first; or so little more that its rounding is open; or its error is blurred.
     row, rest = rng.standard_normal((2, 5))
     x, left = np.stack([row, -row, rest]), np.full(5, 2.0**exponent)
     dy = np.stack([np.ones(5), np.ones(5), left])
@@ -353,7 +353,7 @@ OF_HUGE = [
 BAD_CALLS = [
     *((partial(exact_layer_norm, **{"x": HUGE} | given), *rest) for given, *rest in OF_HUGE),
     *((partial(EXACT.rounded, v, "f8"), ValueError, f"dy must be given for {v}") for v in NAMES[1:]),
-    (partial(EXACT.ulp_errors, y=np.ones(3)), ValueError, r"y must have shape \(1, 3\), got \(3,\)"),
+    (partial(EXACT.ulp_errors, y=np.ones(3)), ValueError, r"y must have shape \(1, 3\), got"),
     (partial(EXACT.check_contract, y=np.zeros((1, 3), int)), TypeError, "y must be .* got int64"),
     (partial(EXACT.rounded, "z", "f4"), ValueError, "name must be one of y, dx, dgamma, dbeta, ty"),
     (partial(exact_rms_norm, HUGE, dmean=HUGE), TypeError, "dmean must be left out"),

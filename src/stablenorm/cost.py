@@ -18,8 +18,9 @@ DIRECTIONS = ("forward", "backward")
 # Elements of a block of the reference, `reference.blocks.BLOCK`.
 _BLOCK = 1 << 15
 
-# Forward and backward, each for at most 32 bits and for float64: flops per element, as docs/explanation/
-# complexity.md counts them; and words that the passes of plain NumPy move, or blocks that the reference holds.
+# Forward and backward, each for at most 32 bits and for float64: flops per element, as the page
+# "Time and memory" counts them; and words that the passes of plain NumPy move, or blocks that the
+# reference holds.
 PROGRAMS = {
     "plain NumPy": {"layer": (((8, 16), (8, 16)), ((11, 23), (11, 23))),
                     "rms": (((5, 11), (5, 11)), ((9, 20), (9, 20)))},
@@ -78,11 +79,10 @@ def count_cost(
     flops, extra = PROGRAMS[program][kind][backward][s == 8]
     size = rows * n
     if program == "plain NumPy":
-        # x, dy, y and dx have s bytes per element, all else c. At most four arrays of c live at a time.
+        # x, dy, y and dx have s bytes per element, all else c. At most four arrays of c live.
         c = max(s, 4)
         return Cost(flops * size, (2 * s + extra * c) * size, 4 * c * size)
-    # What must move: x in, y and statistics out, gamma and beta in; dy, x, statistics and gamma in, dx,
-    # dgamma and dbeta out.
+    # What must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in, sums, dx out.
     statistics, block = rows * _statistics(s, kind), 8 * min(max(1, _BLOCK // n), rows) * n
     held = s * size + (2 * s * n if backward else statistics) + extra * block
     return Cost(flops * size, (2 + backward) * s * (size + n) + statistics, held)
@@ -111,7 +111,7 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
 
 
 def _statistics(s: int, kind: str) -> int:
-    """Bytes per row: two words of the mean and one of rstd, each one more of float64; RMS norm has no mean."""
+    """Bytes per row: two words of the mean, which RMS norm lacks, one of rstd; one more of float64."""
     return 8 * {"layer": (3, 5), "rms": (1, 2)}[kind][s == 8]
 
 

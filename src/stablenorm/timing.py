@@ -109,7 +109,7 @@ def _calibrate(function: Call) -> tuple[int, float]:
 
 
 def _sample(function: Call, calls: int, warm: float) -> float:
-    """Seconds a call, over `calls` of them without garbage collection, after `warm` seconds of others."""
+    """Seconds a call, over `calls` of them after `warm` seconds, without garbage collection."""
     timer, end = Timer(function), time.perf_counter() + warm
     while time.perf_counter() < end:
         function()

@@ -129,9 +129,9 @@ def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow
 
 def _worst_first(found: PerRow, kind: str) -> Array:
     """Return the indices of the rows, those that lose most first, equals in their own order."""
-    # Rows that have no y at all come first: not finite, undefined. Then by bits of the two-pass, in an
-    # RMS norm those of float16, which loses most; the condition number, which constant rows do not have,
-    # counts less than a bit.
+    # Rows that have no y at all come first: not finite, undefined. Then by bits of the two-pass, in
+    # an RMS norm those of float16, which loses most; the condition number, which constant rows do
+    # not have, counts less than a bit.
     condition = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
     lost = np.rint(found.lost[0 if kind == "layer" else -1]) + 1.0 - 1.0 / condition
     return np.lexsort((-lost, ~found.marks[1], ~found.marks[0]))
@@ -141,8 +141,8 @@ def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
     # Constant rows have no condition number, and some rows no y to lose bits of.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
-    # By powers of two up to 63: elements that differ at all do so by 2**-53 of their size, so that no row
-    # of less than 2**20 elements has a larger one.
+    # By powers of two up to 63: elements that differ at all do so by 2**-53 of their size, so that
+    # no row of less than 2**20 elements has a larger one.
     powers = (np.minimum(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
     of_y, of_dx = (np.bincount(v, minlength=64) for v in powers)
     bits = (np.rint(v[~np.isnan(v)]).astype(np.intp) for v in found.lost)

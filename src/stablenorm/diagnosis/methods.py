@@ -49,8 +49,8 @@ class Statistics(NamedTuple):
     mean_lo: Array
     std: Array
     farthest: Array
-    # The dtype that methods compute in, rounded at every step: the means of x, of x^2 and of
-    # (x - mean)^2. An RMS norm has 0 for the means of x; its last one is that of x^2 held in float16.
+    # The dtype that methods compute in, rounded at every step: the means of x, x^2, (x - mean)^2.
+    # An RMS norm has 0 for the means of x; its last one is that of x^2 held in float16.
     mean_hat: Array
     mean_square: Array
     var_hat: Array
@@ -109,7 +109,7 @@ SPECIAL = {
 
 @np.errstate(all="ignore")
 def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
-    """Return what is known of the rows of `x`, (rows, n); bits lost are NaN where a row has no y."""
+    """Return what is known of the rows of `x`, (rows, n); bits lost are NaN where there is no y."""
     form = format_of(x.dtype)
     # The dtype that layer norms of such data are computed in.
     working = np.result_type(x, np.float32)

@@ -112,6 +112,7 @@ class ExactNorm:
             return number.get(1, Fraction(0))
 
         def close(one: Interval) -> Interval | None:
+            """Accept an enclosure that is narrow enough."""
             return one if (one.width << bits) + one.width <= abs(one.low) else None
 
         low, _, exponent = settle(number, close)

@@ -199,7 +199,7 @@ class Inputs:
             yield from self.quantities[name].parts(row)
 
     def undefined(self, name: str, block: int) -> Array:
-        """Tell which elements of a block have no value: without variance and eps, those that count."""
+        """Tell which elements of a block have no value: those that count, without variance, eps."""
         found = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self.eps == 0 and name != "dbeta":
@@ -214,7 +214,7 @@ class Inputs:
         return enclose(((v.magnitudes(), square) for v, square in parts), self.n)
 
     def decide(self, name: str, verdict: Callable[[int, Interval | None], T | None]) -> list[T]:
-        """Return the verdict on each element, given its place and, if it is defined, an enclosure."""
+        """Return the verdict on each element, given its place and an enclosure, if defined."""
         found: list[Any] = []
         for block in range(1 if self.quantities[name].summed else len(self.matrices["x"])):
             intervals = enclose(self.parts(name, block), self.n)

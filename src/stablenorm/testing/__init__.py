@@ -30,7 +30,7 @@ _FORMATS = dict(zip(("f16", "bf16", "f32", "f64"), FORMATS, strict=True))
 
 
 def digest_inputs() -> dict[str, Case]:
-    """Return the inputs by name, each a `Case`; they never change: another would have another name."""
+    """Return the inputs by name, each a `Case`. Another input would have another name."""
     return {name: _make(4 * m, *name.split()) for m, name in enumerate(published_digests())}
 
 
