@@ -82,7 +82,8 @@ def count_cost(
         # x, dy, y and dx have s bytes per element, all else c. At most four arrays of c live.
         c = max(s, 4)
         return Cost(flops * size, (2 * s + extra * c) * size, 4 * c * size)
-    # What must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in, sums, dx out.
+    # What must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in,
+    # dx and the two sums out.
     statistics, block = rows * _statistics(s, kind), 8 * min(max(1, _BLOCK // n), rows) * n
     held = s * size + (2 * s * n if backward else statistics) + extra * block
     return Cost(flops * size, (2 + backward) * s * (size + n) + statistics, held)
@@ -111,7 +112,7 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
 
 
 def _statistics(s: int, kind: str) -> int:
-    """Bytes per row: two words of the mean, which RMS norm lacks, one of rstd; one more of float64."""
+    """Bytes per row: two words of the mean, not in RMS norm, one of rstd; one more of float64."""
     return 8 * {"layer": (3, 5), "rms": (1, 2)}[kind][s == 8]
 
 
