@@ -47,6 +47,10 @@ def judged(family, dtype, n):
     return Case(x, eps, exact.rounded("y", np.float64), statistics, predicted)
 
 
+# Of each row; squares of small errors would underflow.
+root_mean_square = lambda v: np.hypot.reduce(v, axis=1) / np.sqrt(v.shape[1])
+
+
 def measure_bits(y, case):
     """Return the bits of `y` lost on each row of a case, in the units of `diagnose`."""
     form = format_of(y.dtype)
@@ -57,13 +61,6 @@ def measure_bits(y, case):
         # Half of the smallest float64 is none.
         bits = np.log2(error / np.maximum(2.0**-form.digits * size, 5e-324))
     return np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
-
-
-def root_mean_square(v):
-    """Return that of each row; scaled, as squares of small errors underflow."""
-    largest = np.abs(v).max(axis=1, keepdims=True)
-    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-    return scale[:, 0] * np.sqrt(np.square(v / scale).mean(axis=1))
 
 
 def simulate(method, case, lanes):
@@ -200,6 +197,14 @@ def test_an_overflow_in_a_narrower_dtype_is_told():
     with pytest.warns(RuntimeWarning, match="overflow"):
         found = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
     assert found.summary.marks["not finite"] == 2
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_plot_shows_every_method(kind, tmp_path):
+    found = diagnose(NOISE[None], kind=kind)
+    found.plot(tmp_path / "lost.svg")
+    shown = (tmp_path / "lost.svg").read_text("utf-8")
+    assert [title for title in found.methods.values() if title not in shown] == []
 
 
 @pytest.mark.parametrize(
