@@ -204,19 +204,18 @@ class ExactNorm:
         return results
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a quantity, if there is what it is made of."""
+        """Return the shape of a quantity."""
         quantities = self._inputs.quantities
         names = ", ".join(quantities)
         require(name in quantities, f"name must be one of {names}, got {name!r}")
-        _, is_summed, needed = quantities[name]
-        require(needed in self._inputs.matrices, f"{needed} must be given for {name}, got None")
-        return (self.n,) if is_summed else self.shape
+        return (self.n,) if quantities[name].summed else self.shape
 
     def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, list[Verdict]]]:
         """Yield each array given with its name and the verdicts on its elements."""
         for name, each in arrays.items():
+            shape = self._shape_of(name)
             if each is not None:
-                array, shape = np.asarray(each), self._shape_of(name)
+                array = np.asarray(each)
                 values = as_float64(name, array, shape).reshape(-1).tolist()
                 verdict = partial(rounding.judge, format_of(array.dtype, name), values)
                 yield name, array, self._inputs.decide(name, verdict)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.oracle.rounding import Array, Interval, Vector, read
+from stablenorm.oracle.rounding import Array, Interval, Vector, read, require
 from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly, settle
 
 
@@ -193,10 +193,12 @@ class Inputs:
 
     def parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
         """Yield the parts of one block."""
+        make, _, needed = self.quantities[name]
+        require(needed in self.matrices, f"{needed} must be given for {name}, got None")
         if name in self.vectors:
             yield self.vectors[name], RATIONAL
         for row in self.rows(name, block, kind):
-            yield from self.quantities[name].parts(row)
+            yield from make(row)
 
     def undefined(self, name: str, block: int) -> Array:
         """Tell which elements of a block have no value: those that count, without variance, eps."""
