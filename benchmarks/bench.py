@@ -16,14 +16,14 @@ import sys
 from typing import Any
 
 from agreement import DisagreementError
-from cases import Result, Spread, make_cases, measure_case
+from cases import Result, make_cases, measure_case
 from figures import draw_speed
 from page import DOCS, HERE, ROOT, keep, origin, put
 from peers import load_peers
 from speed_page import page, readme_block, speed_lines
 
 from stablenorm.memory import set_idle_limit
-from stablenorm.timing import measure_copy, use_threads
+from stablenorm.timing import Timing, measure_copy, use_threads
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 THREADS = 2
@@ -93,7 +93,7 @@ def main() -> int:
         return 1
     results = []
     for suite, shape, dtype, way, copy, times in found["results"]:
-        spreads = {name: Spread(*each) for name, each in times.items()}
+        spreads = {name: Timing(*each) for name, each in times.items()}
         results.append(Result(suite, tuple(shape), dtype, way, copy, spreads))
     put(DOCS / "evidence" / "performance.md", {"bench": page(found["run"], results)})
     draw_speed(speed_lines(results))

@@ -16,6 +16,7 @@ from stablenorm.timing import (
     COPY_BYTES,
     PASSES,
     Problem,
+    Timing,
     make_candidates,
     make_copy,
     make_problem,
@@ -50,14 +51,6 @@ class Case(NamedTuple):
     dtype: str
 
 
-class Spread(NamedTuple):
-    """Seconds per call: the median, and the quartiles around it."""
-
-    seconds: float
-    low: float
-    high: float
-
-
 class Result(NamedTuple):
     """One case in one direction: the bytes per second of a copy, and the times of each candidate."""
 
@@ -66,7 +59,7 @@ class Result(NamedTuple):
     dtype: str
     direction: str
     copy: float
-    times: dict[str, Spread]
+    times: dict[str, Timing]
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +68,7 @@ class Result(NamedTuple):
 
     def speed(self, candidate: str) -> float:
         """Return the bytes that must be read and written, per second."""
-        return PASSES[self.direction] * self.nbytes / self.times[candidate].seconds
+        return PASSES[self.direction] * self.nbytes / self.times[candidate].median
 
 
 def make_cases() -> list[Case]:
@@ -124,10 +117,10 @@ def measure_case(
         # together take less than ten minutes.
         found = measure_interleaved(candidates | beside, rounds=51, least=5, limit=2)
         # Four digits are more than a timing has.
-        times = {name: Spread(*(float(f"{v:.4g}") for v in t[:3])) for name, t in found.items()}
+        times = {name: Timing(*(float(f"{v:.4g}") for v in t)) for name, t in found.items()}
         # The speed of a copy of the same arrays in the same rounds, where there is one.
         copied = times.pop(COPY, None)
-        copy = 2 * problem.x.nbytes / copied.seconds if copied else machine
+        copy = 2 * problem.x.nbytes / copied.median if copied else machine
         results.append(Result(*case, direction, float(f"{copy:.4g}"), times))
     return results, used
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result, Spread
+from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result
 from page import digits, origin_line, seconds, table, unit_of
 from peers import OURS
 
 from stablenorm.text import quantity
-from stablenorm.timing import PASSES
+from stablenorm.timing import PASSES, Timing
 
 # The peers and the shapes of README's table.
 RIVALS = ("PyTorch", "plain NumPy")
@@ -115,24 +115,24 @@ def pairs(results: Iterable[Result], suite: str) -> Pairs:
     return found
 
 
-def compared(peer: Spread | None, ours: Spread) -> str:
+def compared(peer: Timing | None, ours: Timing) -> str:
     """Say whose median is faster, and how much; with a mark where the quartiles overlap."""
     if peer is None:
         return "-"
-    ratio = max(peer.seconds / ours.seconds, ours.seconds / peer.seconds)
+    ratio = max(peer.median / ours.median, ours.median / peer.median)
     if ratio < LEVEL:
         return "level"
     mark = "~" if peer.low <= ours.high and ours.low <= peer.high else ""
     # 1.06 in two digits would be "1.1x".
     times = mark + digits(ratio, 3 if ratio < 1.1 else 2)
-    return f"{times}x faster" if peer.seconds > ours.seconds else f"**{times}x slower**"
+    return f"{times}x faster" if peer.median > ours.median else f"**{times}x slower**"
 
 
-def _spread(time: Spread | None) -> str:
+def _spread(time: Timing | None) -> str:
     if time is None:
         return ""
-    size, _ = unit_of(time.seconds)
-    return f"{seconds(time.seconds)} ({digits(time.low / size)} to {digits(time.high / size)})"
+    size, _ = unit_of(time.median)
+    return f"{seconds(time.median)} ({digits(time.low / size)} to {digits(time.high / size)})"
 
 
 def _of_copy(result: Result) -> str:
@@ -153,7 +153,7 @@ def _shape_tables(shapes: Pairs, wanted: Sequence[tuple[int, ...]]) -> str:
         lines = []
         for r in here:
             ours, out = r.times[OURS], r.times[OURS_OUT]
-            times = _spread(ours), seconds(out.seconds), _of_copy(r)
+            times = _spread(ours), seconds(out.median), _of_copy(r)
             peers = [compared(r.times.get(name), ours) for name in others]
             lines.append([r.shape, quantity(r.nbytes, "B"), *times, *peers])
         named = [o.partition(",")[0].replace("backend numpy", "NumPy backend") for o in others]
@@ -225,7 +225,7 @@ def speed_lines(results: Sequence[Result]) -> dict[tuple[str, str], list[tuple[i
     for r in sorted(results, key=lambda r: r.nbytes):
         if r.suite == "shapes" and r.dtype == "float32":
             for peer in filter(r.times.__contains__, RIVALS):
-                ratio = r.times[peer].seconds / r.times[OURS].seconds
+                ratio = r.times[peer].median / r.times[OURS].median
                 lines.setdefault((peer, r.direction), []).append((r.nbytes, ratio))
     return lines
 
@@ -238,15 +238,15 @@ def readme_block(run: dict[str, Any], results: Sequence[Result]) -> str:
         forward, backward = (r.times for r in shapes[shape, "float32"].values())
         # Medians and quartiles of both ways, added.
         both = {
-            name: Spread(*map(math.fsum, zip(forward[name], backward[name], strict=True)))
+            name: Timing(*map(math.fsum, zip(forward[name], backward[name], strict=True)))
             for name in (OURS, *RIVALS)
             if name in backward
         }
         fastest = min(both.values())
-        size, unit = unit_of(both[OURS].seconds)
+        size, unit = unit_of(both[OURS].median)
         cells = []
         for name in (OURS, *RIVALS):
-            text = f"{digits(both[name].seconds / size)} {unit}" if name in both else "-"
+            text = f"{digits(both[name].median / size)} {unit}" if name in both else "-"
             # Level with the fastest: their intervals overlap.
             level = name in both and both[name].low <= fastest.high
             cells.append(f"**{text}**" if level else text)
@@ -264,7 +264,7 @@ def _against_torch(results: Sequence[Result]) -> str:
     said = [compared(times["PyTorch"], times[OURS]) for times in cells]
     lost = sum("slower" in each for each in said)
     kept = [
-        r.times["PyTorch"].seconds / r.times[OURS].seconds
+        r.times["PyTorch"].median / r.times[OURS].median
         for r in results
         if r.suite == "kept" and "PyTorch" in r.times
     ]

@@ -27,25 +27,22 @@ def square_root(value, digits):
         return Fraction(root)
 
 
-def around(value, dtype):
-    """The two numbers of `dtype` around a finite value, found by walking the grid."""
-    near = np.array(float(value)).astype(dtype)
-    down, up = (np.nextafter(near, dtype.type(end)) for end in (-np.inf, np.inf))
-    found = Fraction(float(near))
-    return down if found > value else near, up if found < value else near
+def unit(value, dtype):
+    """The last place of `dtype` at a value other than 0."""
+    info, size = ml_dtypes.finfo(dtype), abs(value)
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > size
+    return Fraction(2) ** (max(exponent, int(info.minexp)) - int(info.nmant))
 
 
 def nearest(value, dtype):
     """Round a Fraction to a multiple of the last place, half to even as Python does; return a float."""
-    info, size = ml_dtypes.finfo(dtype), abs(value)
     if not value:
         return 0.0
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent -= Fraction(2) ** exponent > size
-    unit = Fraction(2) ** (max(exponent, int(info.minexp)) - int(info.nmant))
-    found = round(value / unit) * unit
+    found = round(value / unit(value, dtype)) * unit(value, dtype)
     beyond = math.inf if value > 0 else -math.inf
-    return beyond if abs(found) > Fraction(float(info.max)) else math.copysign(found, value)
+    largest = Fraction(float(ml_dtypes.finfo(dtype).max))
+    return beyond if abs(found) > largest else math.copysign(found, value)
 
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):
@@ -81,21 +78,12 @@ def magnitudes(
 ):  # fmt: skip
     """S of the norm's quantities and of second order, tangents as cotangents; in float64."""
 
-    def mean(v):
-        return v.mean(-1, keepdims=True)
-
-    def center(v):
-        return v if kind == "rms" else v - mean(v)
-
-    def spread(v):
-        return np.abs(v) + (0 if kind == "rms" else mean(np.abs(v)))
-
-    def inner(a, b):
-        return mean(np.abs(a * b))
-
-    def projected(v):
-        return rstd * (spread(v) + spread(xhat) * inner(center(v), xhat))
-
+    is_layer = kind == "layer"
+    mean = lambda v: v.mean(-1, keepdims=True)
+    center = lambda v: v - is_layer * mean(v)
+    spread = lambda v: np.abs(v) + is_layer * mean(np.abs(v))
+    inner = lambda a, b: mean(np.abs(a * b))
+    projected = lambda v: rstd * (spread(v) + spread(xhat) * inner(center(v), xhat))
     tx = tx + 0 * x
     rstd = 1 / np.sqrt(mean(center(x) ** 2) + eps)
     xhat, g = center(x) * rstd, gamma * dy

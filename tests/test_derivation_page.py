@@ -16,28 +16,12 @@ EPS = sp.Symbol("eps", positive=True)
 R = sp.Symbol("rstd", positive=True)
 
 
-def column(name, n):
-    return sp.Matrix(sp.symbols(f"{name}:{n}", real=True))
-
-
-def mean(v):
-    return sum(v) / len(v)
-
-
-def times(a, b):
-    return a.multiply_elementwise(b)
-
-
-def center(v):
-    return v - mean(v) * sp.ones(len(v), 1)
-
-
-def project(v, xhat):
-    return center(v) - xhat * mean(times(center(v), xhat))
-
-
-def diff(expression, symbols):
-    return sp.Matrix([sp.diff(expression, s) for s in symbols])
+column = lambda name, n: sp.Matrix(sp.symbols(f"{name}:{n}", real=True))
+mean = lambda v: sum(v) / len(v)
+times = lambda a, b: a.multiply_elementwise(b)
+center = lambda v: v - mean(v) * sp.ones(len(v), 1)
+project = lambda v, xhat: center(v) - xhat * mean(times(center(v), xhat))
+diff = lambda expression, symbols: sp.Matrix([sp.diff(expression, s) for s in symbols])
 
 
 class Row(NamedTuple):
@@ -113,11 +97,6 @@ def adjoint(row):
     return row.dy.dot(ty) - pulled
 
 
-def through_the_mean(row):
-    v, jacobian = column("v", row.n), row.centered.jacobian(row.x)
-    return jacobian.T * v - center(v)
-
-
 def with_offset(row):
     """The loss with an offset of gamma, by x and gamma, less the gradients of the page."""
     offset = row._replace(gamma=row.gamma + T * sp.ones(row.n, 1))
@@ -135,11 +114,6 @@ def with_residual(row):
     back = dict(zip(row.x, row.x - r, strict=True))
     both = (diff(loss, row.x) - dx).col_join(diff(loss, r) - dx)
     return both.subs(back, simultaneous=True)
-
-
-def of_statistics(row):
-    found = diff(row.rstd, row.x) + row.rstd**2 * row.xhat / row.n
-    return found.col_join(diff(mean(row.x), row.x) - sp.ones(row.n, 1) / row.n)
 
 
 def masked(row, mask):
@@ -195,7 +169,7 @@ STEPS = {
     ),
     "D7": lambda r: diff(r.var, r.centered) - 2 * r.centered / r.n,
     "D8": lambda r: diff(r.loss, r.centered) - r.into_centered,
-    "D9": through_the_mean,
+    "D9": lambda r: r.centered.jacobian(r.x).T * column("v", r.n) - center(column("v", r.n)),
     "D10": lambda r: mean(r.into_centered) - r.rstd * mean(r.g),
     "D11": lambda r: diff(r.loss, r.x) - r.dx,
     "D12": lambda r: r.xhat.jacobian(r.x) - r.jacobian,
@@ -213,14 +187,14 @@ STEPS = {
     "D24": lambda r: r.xhat.jacobian(r.x) - r.jacobian,
     "D25": with_offset,
     "D26": with_residual,
-    "D27": of_statistics,
+    "D27": lambda r: (diff(r.rstd, r.x) + r.rstd**2 * r.xhat / r.n).col_join(
+        diff(mean(r.x), r.x) - sp.ones(r.n, 1) / r.n
+    ),
     "D28": masked,
     "D29": second_order,
     "D30": second_order_of_x,
 }
-FREE = {"D7", "D8"}
-RMS = {"D23", "D24"}
-BOTH = {"D25", "D26", "D27", "D28", "D29", "D30"}
+FREE, RMS, BOTH = {"D7", "D8"}, {"D23", "D24"}, {"D25", "D26", "D27", "D28", "D29", "D30"}
 CASES = [
     (name, kind)
     for name in STEPS

@@ -5,23 +5,16 @@ import math
 from fractions import Fraction
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from norms import compute
-from rationals import NAMES, nearest, textbook
+from rationals import NAMES, nearest, textbook, unit
 
 from stablenorm import exact_layer_norm
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
-from stablenorm.testing import (
-    _splitmix,
-    digest,
-    digest_inputs,
-    near_midpoints,
-    published_digests,
-)
+from stablenorm.testing import _splitmix, digest, digest_inputs, near_midpoints, published_digests
 
 
 def test_the_integers_are_those_of_others():
@@ -72,9 +65,7 @@ def test_the_answers_are_those_of_the_formulas():
         # More digits than any input spans.
         exact = textbook(*case[:5], digits=400)[case.output][case.where]
         assert case.expected == nearest(exact, case.expected.dtype)
-        about = ml_dtypes.finfo(case.expected.dtype)
-        exponent = max(math.frexp(exact)[1] - 1, about.minexp)
-        place = exact / Fraction(2) ** (exponent - about.nmant)
+        place = exact / unit(exact, case.expected.dtype)
         distance = place - math.floor(place) - Fraction(1, 2)
         assert abs(distance - Fraction(case.distance)) <= 1e-15 * abs(case.distance) + 1e-300
 

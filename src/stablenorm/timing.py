@@ -6,12 +6,12 @@ process runs meanwhile.
 """
 
 import contextlib
-import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from timeit import Timer
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from stablenorm.formats import parse
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Array, Gradients, Rounding
 
+Call = Callable[[], Any]
 # Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
 PASSES = {"forward": 2, "backward": 3}
 ROUNDINGS: tuple[Rounding, ...] = "fast", "nearest"
@@ -50,11 +51,7 @@ class Timing(NamedTuple):
 
 
 def measure_interleaved(
-    candidates: Mapping[str, Callable[[], Any]],
-    *,
-    rounds: int = 15,
-    least: int = 3,
-    limit: float = math.inf,
+    candidates: Mapping[str, Call], rounds: int, least: int = 1, limit: float = math.inf
 ) -> dict[str, Timing]:
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
@@ -62,49 +59,28 @@ def measure_interleaved(
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
     After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
     as last 0.3 ms, at least one. Before it come 20 ms of sleep, until the threads of the
-    candidate before stop spinning, and 10 ms of calls that are not counted. The garbage collector is
-    off, as in `timeit`.
+    candidate before stop spinning, and 10 ms of calls that are not counted.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        counts = {}
-        for name, function in candidates.items():
+    counts = {name: _calibrate(function) for name, function in candidates.items()}
+    order, end = list(candidates), time.perf_counter() + limit
+    for i in range(rounds):
+        if i >= least and time.perf_counter() >= end:
+            break
+        for name in order:
             time.sleep(_SETTLE)
-            counts[name] = _calibrate(function)
-        order = list(candidates)
-        end = time.perf_counter() + limit
-        for i in range(rounds):
-            if i >= least and time.perf_counter() >= end:
-                break
-            for name in order:
-                time.sleep(_SETTLE)
-                samples[name].append(_sample(candidates[name], *counts[name]))
-            order.append(order.pop(0))
-    finally:
-        if was_on:
-            gc.enable()
+            samples[name].append(_sample(candidates[name], *counts[name]))
+        order.append(order.pop(0))
     quartiles = {k: np.quantile(each, (0.5, 0.25, 0.75)).tolist() for k, each in samples.items()}
     return {name: Timing(*three) for name, three in quartiles.items()}
 
 
-def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
+def make_copy(source: Array, target: Array, threads: int) -> Call:
     """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
-    both = (np.array_split(array.reshape(-1), threads) for array in (target, source))
-    first, *others = zip(*both, strict=True)
-    # The pool lives as long as the function that is returned.
-    pool = ThreadPoolExecutor(max(1, len(others)))
-
-    def copy() -> None:
-        # np.copyto releases the interpreter lock.
-        begun = [pool.submit(np.copyto, *part) for part in others]
-        np.copyto(*first)
-        for each in begun:
-            each.result()
-
-    return copy
+    parts = [np.array_split(array.reshape(-1), threads) for array in (target, source)]
+    # The pool lives as long as the function. np.copyto releases the interpreter lock.
+    pool = ThreadPoolExecutor(threads)
+    return lambda: list(pool.map(np.copyto, *parts))
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
@@ -114,8 +90,9 @@ def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
     return 2 * nbytes / measure_interleaved({"copy": copy}, rounds=7)["copy"].median
 
 
-def _calibrate(function: Callable[[], Any]) -> tuple[int, float]:
+def _calibrate(function: Call) -> tuple[int, float]:
     """Call without counting; return how many calls make a burst, and seconds to warm it up."""
+    time.sleep(_SETTLE)
     # The first call may compile something, and touches the pages of its outputs.
     function()
     count = 1
@@ -131,15 +108,12 @@ def _calibrate(function: Callable[[], Any]) -> tuple[int, float]:
         count = min(10 * count, math.ceil(1.1 * _BURST / max(seconds, 1e-9)))
 
 
-def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:
-    """Seconds a call, over `calls` of them, after `warm` seconds of others."""
-    start = time.perf_counter()
-    while time.perf_counter() - start < warm:
+def _sample(function: Call, calls: int, warm: float) -> float:
+    """Seconds a call, over `calls` of them after `warm` seconds, without garbage collection."""
+    timer, end = Timer(function), time.perf_counter() + warm
+    while time.perf_counter() < end:
         function()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    return (time.perf_counter() - start) / calls
+    return timer.timeit(calls) / calls
 
 
 # ---- norms to be timed ----
@@ -171,18 +145,16 @@ def make_problem(shape: Sequence[int], dtype: str) -> Problem:
 
 def make_candidates(
     problem: Problem, backend: Any, rounding: Any = "fast", kind: str = "layer"
-) -> dict[str, dict[str, Callable[[], Any]]]:
+) -> dict[str, dict[str, Call]]:
     """Return, per direction, the calls with fresh outputs and with `out=`."""
     x, gamma, beta, dy, y, gradients = problem
     norm, pull = FUNCTIONS[kind]
     forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
     _, cache = forward()
+    backward = partial(pull, dy, cache)
     return {
         "forward": {"fresh": forward, "out=": partial(forward, out=y)},
-        "backward": {
-            "fresh": lambda: pull(dy, cache),
-            "out=": lambda: pull(dy, cache, out=gradients),
-        },
+        "backward": {"fresh": backward, "out=": partial(backward, out=gradients)},
     }
 
 

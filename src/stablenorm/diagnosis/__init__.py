@@ -20,10 +20,6 @@ __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
 # Elements of a block, the work of one thread at a time: some 3 ms, ten times the fixed cost of a block.
 BLOCK = 1 << 19
 
-# Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
-# 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
-_POWERS = 63
-
 
 def diagnose(
     x: ArrayLike,
@@ -119,51 +115,41 @@ def diagnose(
 
 def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow:
     """Return the numbers of all rows, as if of `dtype`, block by block on several threads."""
-    parts = measure_rows(np.empty((0, rows.shape[1]), dtype), eps, kind)
-    per_row = PerRow._make(np.empty((*v.shape[:-1], len(rows)), v.dtype) for v in parts)
     step, threads = max(1, BLOCK // rows.shape[1]), get_num_threads()
-    starts = range(0, len(rows), step)
-
-    def fill(start: int, block: Array) -> None:
-        for target, values in zip(per_row, measure_rows(block, eps, kind), strict=True):
-            target[..., start : start + step] = values
-
+    starts, parts = range(0, len(rows), step), [measure_rows(rows[:0].astype(dtype), eps, kind)]
     with ThreadPoolExecutor(threads) as pool:
         # Blocks come in groups: few copies exist at once, and an interrupt ends the call soon.
         for first in range(0, len(starts), 4 * threads):
-            group = starts[first : first + 4 * threads]
             # The caller's thread narrows them: its np.errstate says whether an overflow is told.
+            group = starts[first : first + 4 * threads]
             blocks = (rows[start : start + step].astype(dtype, copy=False) for start in group)
-            list(pool.map(fill, group, blocks))
-    return per_row
+            parts += pool.map(lambda block: measure_rows(block, eps, kind), blocks)
+    return PerRow(*(np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)))
 
 
 def _worst_first(found: PerRow, kind: str) -> Array:
     """Return the indices of the rows, those that lose most first, equals in their own order."""
-    # Bits of the two-pass first, in an RMS norm those of float16, which loses most; the condition
-    # number, which constant rows do not have, counts less than a bit.
-    some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
-    bits = found.lost[0 if kind == "layer" else -1].astype(np.float64)
-    rank = np.rint(bits) + 1.0 - 1.0 / some
-    # Rows that have no y at all come before any number of bits: not finite, undefined.
-    rank[found.marks[1]], rank[found.marks[0]] = 2048.0, 4096.0
-    return np.argsort(-rank, kind="stable")
+    # Rows that have no y at all come first: not finite, undefined. Then by bits of the two-pass, in
+    # an RMS norm those of float16, which loses most; the condition number, which constant rows do
+    # not have, counts less than a bit.
+    condition = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
+    lost = np.rint(found.lost[0 if kind == "layer" else -1]) + 1.0 - 1.0 / condition
+    return np.lexsort((-lost, ~found.marks[1], ~found.marks[0]))
 
 
 def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
     # Constant rows have no condition number, and some rows no y to lose bits of.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
-    of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, _POWERS) for v in (y, dx))
-    digits, marks = format_of(dtype).digits, np.count_nonzero(found.marks, axis=1).tolist()
-    lost = [_counts(np.rint(bits[~np.isnan(bits)]), digits) for bits in found.lost]
+    # By powers of two up to 63: elements that differ at all do so by 2**-53 of their size, so that
+    # no row of less than 2**20 elements has a larger one.
+    powers = (np.minimum(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
+    of_y, of_dx = (np.bincount(v, minlength=64) for v in powers)
+    bits = (np.rint(v[~np.isnan(v)]).astype(np.intp) for v in found.lost)
+    lost = (np.bincount(v, minlength=format_of(dtype).digits + 1) for v in bits)
+    marks = np.count_nonzero(found.marks, axis=1).tolist()
     return Summary(
         len(found.mean), dict(zip(SPECIAL[kind], marks, strict=True)),
         dict(zip(METHODS[kind], lost, strict=True)), of_y, of_dx,
         float(y.max(initial=0.0)), float(dx.max(initial=0.0)),
     )  # fmt: skip
-
-
-def _counts(values: Array, last: int) -> Array:
-    """Return how often 0, 1, ..., last occur; larger values count with the last."""
-    return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)

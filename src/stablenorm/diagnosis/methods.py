@@ -42,19 +42,15 @@ class PerRow(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """
-    Numbers that losses and marks are made of: arrays of length rows, n and eps.
+    """Numbers that losses and marks are made of: arrays of length rows, n and eps."""
 
-    Float64 holds `mean + mean_lo`, `std`, and the largest deviation `farthest`; mean and std are NaN
-    where a row is not finite. The dtype that methods compute in holds, rounded at every step, the means
-    of x, of x^2 and of (x - mean)^2. An RMS norm has 0 for the means of x; its last one is that of x^2
-    held in float16.
-    """
-
+    # Float64; mean and std are NaN where a row is not finite. The largest deviation is `farthest`.
     mean: Array
     mean_lo: Array
     std: Array
     farthest: Array
+    # The dtype that methods compute in, rounded at every step: the means of x, x^2, (x - mean)^2.
+    # An RMS norm has 0 for the means of x; its last one is that of x^2 held in float16.
     mean_hat: Array
     mean_square: Array
     var_hat: Array
@@ -65,15 +61,15 @@ class Statistics(NamedTuple):
 # The methods: a name, and what each is in a layer norm and in an RMS norm, which has no two passes.
 # "{working}" stands for the dtype that they compute in: float32, or float64 for float64.
 _METHODS = (
-    ("two-pass", "{working} two-pass", None),
+    ("two-pass", "{working} two-pass", ""),
     ("one-pass", "{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
     ("saved float32", "mean and rstd saved as float32", "rstd saved as float32"),
     ("saved bfloat16", "mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
     ("float16", "mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
 )
 METHODS = {
-    "layer": {name: title for name, title, _ in _METHODS},
-    "rms": {name: title for name, _, title in _METHODS if title},
+    kind: {name: titles[i] for name, *titles in _METHODS if titles[i]}
+    for i, kind in enumerate(("layer", "rms"))
 }
 
 # Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"
@@ -113,12 +109,7 @@ SPECIAL = {
 
 @np.errstate(all="ignore")
 def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
-    """
-    Return what is known of the rows of `x`, (rows, n).
-
-    Bits lost are NaN where no layer norm has a result: a row that is not finite, or constant with
-    eps 0.
-    """
+    """Return what is known of the rows of `x`, (rows, n); bits lost are NaN where there is no y."""
     form = format_of(x.dtype)
     # The dtype that layer norms of such data are computed in.
     working = np.result_type(x, np.float32)

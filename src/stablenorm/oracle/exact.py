@@ -4,7 +4,6 @@ The exact quantities of a norm: their values, rounded, and how far given arrays 
 The contract that arrays are held against is ``|error| <= limit ulp + c * S``.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stablenorm.oracle import rounding
-from stablenorm.oracle.rounding import Array, Format, format_of, in_ulp, require
+from stablenorm.oracle.rounding import Array, Interval, Verdict, format_of, require
 from stablenorm.oracle.rows import Inputs, Row
-from stablenorm.oracle.surds import exactly
+from stablenorm.oracle.surds import exactly, merge, settle
 
 # The limit and log2(c) of each quantity, those of float64 last. float64 arithmetic serves the three
 # narrower formats; pairs of float64 (u**2 = 2**-106), less what their tree sums lose, serve float64.
@@ -106,10 +105,18 @@ class ExactNorm:
         element is undefined: its row has no variance, and eps is 0.
         """
         block, column = divmod(int(np.ravel_multi_index(index, self._shape_of(name))), self.n)
-        self._inputs.blocks(name)
         is_defined = not self._inputs.undefined(name, block)[column]
         require(is_defined, f"{name} must be defined there, got a row of zero variance and eps = 0")
-        return exactly(self._inputs.parts(name, block), [column])[0].value_to(bits)
+        number = merge(exactly(self._inputs.parts(name, block), [column])[0])
+        if number.keys() <= {1}:
+            return number.get(1, Fraction(0))
+
+        def close(one: Interval) -> Interval | None:
+            """Accept an enclosure that is narrow enough."""
+            return one if (one.width << bits) + one.width <= abs(one.low) else None
+
+        low, _, exponent = settle(number, close)
+        return low * Fraction(2) ** exponent
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -119,12 +126,9 @@ class ExactNorm:
         is +0; a nonzero value that rounds to zero keeps its sign. NaN where a row has no variance
         and eps is 0, but for elements that a mask leaves out.
         """
-        fmt = format_of(dtype, "dtype")
-        out = np.full(self._shape_of(name), math.nan)
-        flat = out.reshape(-1, self.n)
-        for i in self._inputs.blocks(name):
-            flat[i] = self._inputs.decide(name, i, lambda _, found: rounding.nearest(found, fmt))
-        return out.astype(dtype)
+        fmt, shape = format_of(dtype, "dtype"), self._shape_of(name)
+        found = self._inputs.decide(name, lambda _, interval: rounding.nearest(interval, fmt))
+        return np.array(found, np.float64).reshape(shape).astype(dtype)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
         """
@@ -144,7 +148,10 @@ class ExactNorm:
             value rounds to it, and inf elsewhere; so does NaN, but for rows whose exact value is
             undefined: there NaN counts 0 and all else inf.
         """
-        return {name: in_ulp(judged) for name, _, judged in self._judge(arrays)}
+        return {
+            name: np.array([ulps for ulps, *_ in verdicts], np.float64).reshape(array.shape)
+            for name, array, verdicts in self._judge(arrays)
+        }
 
     def check_contract(self, **arrays: Array | None) -> dict[str, ContractResult]:
         """
@@ -172,13 +179,29 @@ class ExactNorm:
         >>> exact.check_contract(y=exact.rounded("y", np.float32))["y"].passed
         True
         """
-        # Sums over rows of narrower data are promised no more digits than float64 arithmetic gives them.
-        narrow = {"dgamma", "dbeta"} if self.x.dtype != np.float64 else set()
-        found = {}
-        for name, fmt, judged in self._judge(arrays):
-            in_pairs = fmt is rounding.FORMATS["float64"] and name not in narrow
-            found[name] = _hold(self._inputs, name, judged, in_pairs)
-        return found
+        results = {}
+        for name, array, verdicts in self._judge(arrays):
+            # Sums over rows of narrower data are promised no more digits than float64 has.
+            sources = [array, self.x] if self._inputs.quantities[name].summed else [array]
+            limit, second = LIMITS[name][all(each.dtype.name == "float64" for each in sources)]
+            if not verdicts:
+                results[name] = ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
+                continue
+            errors, misrounded = np.array([(ulps, wrong) for ulps, wrong, *_ in verdicts]).T
+            excess, above = np.zeros(len(verdicts)), np.flatnonzero(errors > limit)
+            # Elements come block by block: S of one block is kept.
+            sizes = lru_cache(1)(partial(self._inputs.sizes, name))
+            for i in above.tolist():
+                ulps, _, error, exponent = verdicts[i]
+                size, _, unit = sizes(i // self.n)[i % self.n]
+                beyond = 1 - limit / ulps
+                excess[i] = beyond * rounding.quotient(error, size, exponent - unit - second)
+            worst = float(excess.max())
+            place = np.argmax(errors if worst <= 1 else excess)
+            index = tuple(map(int, np.unravel_index(place, array.shape)))
+            of_all = float(errors.max()), float(misrounded.mean())
+            results[name] = ContractResult(worst <= 1, *of_all, above.size, worst, index, limit)
+        return results
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
@@ -187,48 +210,15 @@ class ExactNorm:
         require(name in quantities, f"name must be one of {names}, got {name!r}")
         return (self.n,) if quantities[name].summed else self.shape
 
-    def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Format, Array]]:
-        """Yield the name of each array given, its format, and its elements JUDGED."""
-        for name, array in arrays.items():
+    def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, list[Verdict]]]:
+        """Yield each array given with its name and the verdicts on its elements."""
+        for name, each in arrays.items():
             shape = self._shape_of(name)
-            if array is None:
-                continue
-            actual = np.asarray(array)
-            fmt = format_of(actual.dtype, name)
-            values = as_float64(name, actual, shape).reshape(-1, self.n)
-            judged = np.empty(values.shape, rounding.JUDGED)
-            for i in self._inputs.blocks(name):
-                verdict = partial(rounding.judge, fmt, values[i].tolist())
-                judged[i] = self._inputs.decide(name, i, verdict)
-            yield name, fmt, judged.reshape(shape)
-
-
-def _hold(inputs: Inputs, name: str, judged: Array, in_pairs: bool) -> ContractResult:
-    """Hold an array, judged, against the contract of float64 arithmetic, or of pairs of float64."""
-    limit, second = LIMITS[name][in_pairs]
-    shape, judged = judged.shape, judged.reshape(-1)
-    errors = in_ulp(judged)
-    if not errors.size:
-        return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
-    above = np.flatnonzero(errors > limit)
-    # An infinite error needs no S, which may be undefined there.
-    excess = np.where(np.isinf(judged["mantissa"]), math.inf, 0.0)
-    # Elements come block by block: S of one block is kept.
-    sizes = lru_cache(1)(partial(inputs.sizes, name))
-    for i in above[np.isfinite(judged["mantissa"][above])].tolist():
-        mantissa, exponent, _, ulp = judged[i].item()
-        over = Fraction(mantissa - math.ldexp(limit, ulp - exponent))
-        block, column = divmod(i, inputs.n)
-        low, _, unit = sizes(block)[column]
-        try:
-            excess[i] = over * Fraction(2) ** (exponent - unit - second) / low
-        except (OverflowError, ZeroDivisionError):
-            excess[i] = math.inf
-    worst = float(excess.max())
-    where = np.argmax(errors if worst <= 1 else excess)
-    index = tuple(int(i) for i in np.unravel_index(where, shape))
-    of_all = float(errors.max()), float(judged["misrounded"].mean())
-    return ContractResult(worst <= 1, *of_all, above.size, worst, index, limit)
+            if each is not None:
+                array = np.asarray(each)
+                values = as_float64(name, array, shape).reshape(-1).tolist()
+                verdict = partial(rounding.judge, format_of(array.dtype, name), values)
+                yield name, array, self._inputs.decide(name, verdict)
 
 
 def as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:

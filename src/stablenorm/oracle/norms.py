@@ -198,10 +198,11 @@ def _mask(where: Array, x: Array) -> Array:
     """Return `where`, of the shape of x."""
     where = np.asarray(where)
     require(where.dtype == bool, f"where must be bool, got {where.dtype.name}", TypeError)
-    lengths = zip(where.shape[::-1], x.shape[::-1], strict=False)
-    fits = where.ndim <= x.ndim and all(one in {1, other} for one, other in lengths)
-    require(fits, f"where must broadcast against x of shape {x.shape}, got {where.shape}")
-    return np.broadcast_to(where, x.shape)
+    try:
+        return np.broadcast_to(where, x.shape)
+    except ValueError:
+        msg = f"where must broadcast against x of shape {x.shape}, got {where.shape}"
+        raise ValueError(msg) from None
 
 
 def _finite(name: str, values: Array) -> Array:

@@ -2,7 +2,7 @@
 The four binary formats, the way between arrays of floats and integers, and verdicts on intervals.
 
 A format is recognised by the name of the dtype, so that bfloat16 needs no import here. A verdict that
-an interval leaves open is None; the element is then known exactly, as a `Surd`, and enclosed anew.
+an interval leaves open is None; `surds.settle` then encloses the element anew.
 """
 
 import functools
@@ -148,50 +148,47 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
     return math.ldexp(steps, ulp)
 
 
-# An element's verdict: the error mantissa * 2**exponent, whether misrounded, the ulp's exponent. In two
-# parts because an error and its ulp may differ by more than the range of a float64.
-JUDGED = np.dtype([("mantissa", "f8"), ("exponent", "i8"), ("misrounded", "?"), ("ulp", "i8")])
+# An element's error in ulp, whether it is misrounded, and the error again: error * 2**exponent.
+Verdict = tuple[float, bool, int, int]
+# An error that is infinite, or that of NaN: beyond all quotients of errors and S.
+WRONG: Verdict = math.inf, True, 1, 1 << 14
 
 
-@np.errstate(over="ignore", under="ignore")
-def in_ulp(judged: Array) -> Array:
-    """Return the errors of judged elements in ulp."""
-    errors: Array = np.ldexp(judged["mantissa"], judged["exponent"] - judged["ulp"])
-    return errors
+def quotient(p: int, q: int, exponent: int) -> float:
+    """Return ``p / q * 2**exponent``, rounded once; inf beyond the range of float64, and over 0."""
+    try:
+        return (p << max(exponent, 0)) / (q << max(-exponent, 0))
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def judge(
     fmt: Format, values: list[float], place: int, interval: Interval | None
-) -> tuple[float, int, bool, int] | None:
+) -> Verdict | None:
     """
-    Judge one of some numbers of `fmt`, as `JUDGED` says; None where the interval leaves that open.
+    Judge one of some numbers of `fmt`; None where the interval leaves that open.
 
     Without an interval the exact value is undefined: only NaN is right.
     """
     value = values[place]
-    is_nan = math.isnan(value)
-    if interval is None or is_nan:
-        is_right = interval is None and is_nan
-        return 0.0 if is_right else math.inf, 0, not is_right, 0
+    if interval is None or math.isnan(value):
+        return (0.0, False, 0, 0) if interval is None and math.isnan(value) else WRONG
     rounded = nearest(interval, fmt)
     if rounded is None:
         return None
     if math.isinf(value):
         # Right where the exact value rounds to it.
-        return 0.5 if rounded == value else math.inf, fmt.coarsest, rounded != value, fmt.coarsest
-    low, width, unit = interval
+        return (0.5, False, 0, 0) if rounded == value else WRONG
+    low, width, exponent = interval
     top = low.bit_length()
-    fraction, exponent = math.frexp(value)
-    exponent -= 53
-    number, finer = int(math.ldexp(fraction, 53)), unit - exponent
+    # Zero lies in no binade: its ulp is the smallest subnormal.
+    ulp = fmt.ulp_exponent(top + exponent) if low else fmt.finest
+    fraction, power = math.frexp(value)
+    number, finer = int(math.ldexp(fraction, 53)), exponent - power + 53
     if finer < 0:
         number, finer = number << -finer, 0
-    error = abs(number - (low << finer))
+    error, exponent = abs(number - (low << finer)), exponent - finer
     # Open: another binade, or an error that the width blurs.
     if width and ((low + width).bit_length() != top or error <= width << ERROR_BITS + finer):
         return None
-    # Zero lies in no binade: its ulp is the smallest subnormal.
-    ulp = fmt.ulp_exponent(top + unit) if low else fmt.finest
-    # 64 bits are more than a float64 holds, and an integer that small converts always.
-    excess = max(error.bit_length() - 64, 0)
-    return float(error >> excess), unit - finer + excess, rounded != value, ulp
+    return quotient(error, 1, exponent - ulp), rounded != value, error, exponent

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.oracle.rounding import Array, Interval, Vector, read, require
-from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly
+from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly, settle
 
 
 class Row:
@@ -186,12 +186,6 @@ class Inputs:
     vectors: dict[str, Vector]
     quantities: dict[str, Quantity]
 
-    def blocks(self, name: str) -> range:
-        """Return the places of the blocks of a quantity: rows, or the one of a sum over rows."""
-        needed = self.quantities[name].needs
-        require(needed in self.matrices, f"{needed} must be given for {name}, got None")
-        return range(1 if self.quantities[name].summed else len(self.matrices["x"]))
-
     def rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
         """Yield the rows that one block is made of."""
         all_rows = range(len(self.matrices["x"]))
@@ -199,13 +193,15 @@ class Inputs:
 
     def parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
         """Yield the parts of one block."""
+        make, _, needed = self.quantities[name]
+        require(needed in self.matrices, f"{needed} must be given for {name}, got None")
         if name in self.vectors:
             yield self.vectors[name], RATIONAL
         for row in self.rows(name, block, kind):
-            yield from self.quantities[name].parts(row)
+            yield from make(row)
 
     def undefined(self, name: str, block: int) -> Array:
-        """Tell which elements of one block have no value: without variance and eps, those that count."""
+        """Tell which elements of a block have no value: those that count, without variance, eps."""
         found = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self.eps == 0 and name != "dbeta":
@@ -219,15 +215,17 @@ class Inputs:
         parts = self.parts(name, block, Magnitudes)
         return enclose(((v.magnitudes(), square) for v, square in parts), self.n)
 
-    def decide(
-        self, name: str, block: int, verdict: Callable[[int, Interval | None], T | None]
-    ) -> list[T]:
-        """Return the verdict on each element of one block, given its place and an enclosure, if defined."""
-        undefined = self.undefined(name, block).tolist()
-        pairs = enumerate(zip(enclose(self.parts(name, block), self.n), undefined, strict=True))
-        found = [verdict(i, None if nothing else interval) for i, (interval, nothing) in pairs]
-        if left_open := [i for i, each in enumerate(found) if each is None]:
-            numbers = exactly(self.parts(name, block), left_open)
-            for i, number in zip(left_open, numbers, strict=True):
-                found[i] = number.decide(partial(verdict, i))
-        return [each for each in found if each is not None]
+    def decide(self, name: str, verdict: Callable[[int, Interval | None], T | None]) -> list[T]:
+        """Return the verdict on each element, given its place and an enclosure, if defined."""
+        found: list[Any] = []
+        for block in range(1 if self.quantities[name].summed else len(self.matrices["x"])):
+            intervals = enclose(self.parts(name, block), self.n)
+            undefined = self.undefined(name, block).tolist()
+            places = range(len(found), len(found) + self.n)
+            for place, interval, nothing in zip(places, intervals, undefined, strict=True):
+                found.append(verdict(place, None if nothing else interval))
+            if left_open := [place for place in places if found[place] is None]:
+                numbers = exactly(self.parts(name, block), [i % self.n for i in left_open])
+                for place, number in zip(left_open, numbers, strict=True):
+                    found[place] = settle(number, partial(verdict, place))
+        return found

@@ -11,7 +11,6 @@ some finite precision separates it from any rational number.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
@@ -20,12 +19,14 @@ from stablenorm.oracle.rounding import Interval, Vector
 T = TypeVar("T")
 
 # Bits of a square root. An element is enclosed to about 250 bits less its cancellation; what that
-# leaves open (a tie, an exact zero, an exact result) goes to `Surd`.
+# leaves open (a tie, an exact zero, an exact result) goes to `settle`.
 ROOT_BITS = 256
 
 # The numbers ``vector * sqrt(square)``, given both.
 Part = tuple[Vector, Fraction]
 RATIONAL = Fraction(1)
+# The number sum(coefficient * sqrt(radicand)): the coefficients by their radicands.
+Surd = dict[int, Fraction]
 
 
 def enclose_root(square: Fraction, bits: int) -> Interval:
@@ -57,9 +58,9 @@ def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interv
     return [Interval(low, width, finest) for low, width in zip(lows, widths, strict=True)]
 
 
-def exactly(parts: Iterable[Part], columns: list[int]) -> "list[Surd]":
+def exactly(parts: Iterable[Part], columns: list[int]) -> list[Surd]:
     """Return some of the sums of the parts, by their columns."""
-    sums: list[dict[int, Fraction]] = [{} for _ in columns]
+    sums: list[Surd] = [{} for _ in columns]
     for (integers, unit), square in parts:
         p, q = (unit**2 * square).as_integer_ratio()
         # sqrt(p / q) = sqrt(p q) / q. What is a power of 4 in p q leaves the root, so that rows that
@@ -68,52 +69,33 @@ def exactly(parts: Iterable[Part], columns: list[int]) -> "list[Surd]":
         radicand, scale = p * q >> 2 * fours, Fraction(2**fours, q)
         for found, column in zip(sums, columns, strict=True):
             found[radicand] = found.get(radicand, 0) + integers[column] * scale
-    return [Surd({radicand: c for radicand, c in found.items() if c}) for found in sums]
+    return [{radicand: c for radicand, c in found.items() if c} for found in sums]
 
 
-@dataclass(frozen=True, slots=True)
-class Surd:
-    """The number ``sum(coefficient * sqrt(radicand))`` over the items of `terms`."""
+def merge(number: Surd) -> Surd:
+    """Merge the terms that differ by a rational factor; the rational ones are those of 1."""
+    merged = {1: Fraction(0)}
+    for radicand, coefficient in number.items():
+        for other in merged:
+            # sqrt(radicand) = sqrt(other) * sqrt(other * radicand) / other.
+            root = math.isqrt(other * radicand)
+            if root * root == other * radicand:
+                merged[other] += coefficient * Fraction(root, other)
+                break
+        else:
+            merged[radicand] = coefficient
+    return {radicand: c for radicand, c in merged.items() if c}
 
-    terms: dict[int, Fraction]
 
-    def enclose(self, bits: int) -> Interval:
-        """Enclose the number, each square root to so many bits; exactly if it is dyadic."""
-        terms = self.terms.items()
+def settle(number: Surd, verdict: Callable[[Interval], T | None]) -> T:
+    """Raise the precision until the verdict on the enclosure of a number is not None."""
+    # The first try nearly always decides.
+    bits = 2 * ROOT_BITS
+    while True:
+        terms = number.items()
         parts = ((Vector([c.numerator], Fraction(1, c.denominator)), Fraction(r)) for r, c in terms)
-        return enclose(parts, 1, bits)[0]
-
-    def settled(self) -> "Surd":
-        """Merge the terms that differ by a rational factor; the rational ones are those of 1."""
-        merged = {1: Fraction(0)}
-        for radicand, coefficient in self.terms.items():
-            for other in merged:
-                # sqrt(radicand) = sqrt(other) * sqrt(other * radicand) / other.
-                root = math.isqrt(other * radicand)
-                if root * root == other * radicand:
-                    merged[other] += coefficient * Fraction(root, other)
-                    break
-            else:
-                merged[radicand] = coefficient
-        return Surd({r: c for r, c in merged.items() if c})
-
-    def decide(self, verdict: Callable[[Interval], T | None]) -> T:
-        """Raise the precision until `verdict` of the enclosure is not None."""
-        # The first try nearly always decides.
-        number, bits = self, 2 * ROOT_BITS
-        while (found := verdict(number.enclose(bits))) is None:
-            # Merging takes long where there are many terms, and is seldom needed.
-            number, bits = number.settled(), 2 * bits
-        return found
-
-    def value_to(self, bits: int) -> Fraction:
-        """Return a rational within a relative ``2**-bits``, and the number itself if rational."""
-
-        def verdict(interval: Interval) -> Fraction | None:
-            low, width, exponent = interval
-            close = width << bits <= min(abs(low), abs(low + width)) and low * (low + width) >= 0
-            return low * Fraction(2) ** exponent if close else None
-
-        number = self.settled()
-        is_rational = number.terms.keys() <= {1}
-        return number.terms.get(1, Fraction(0)) if is_rational else number.decide(verdict)
+        found = verdict(enclose(parts, 1, bits)[0])
+        if found is not None:
+            return found
+        # Merging takes long where there are many terms, and is seldom needed.
+        number, bits = merge(number), 2 * bits

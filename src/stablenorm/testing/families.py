@@ -48,20 +48,14 @@ class Family(NamedTuple):
     without: Mapping[str, str] = MappingProxyType({})
     finite: bool = True
 
-    def build(self, form: Format, shape: tuple[int, int], rng: Random) -> Parts:
-        """Return x in float64, and gamma, beta, dy, eps where the family is about them."""
-        made = self.make(_Draw(form, shape, rng))
-        return made if isinstance(made, dict) else {"x": made}
-
     def why_not(self, dtype: Any, n: int, rows: int | None = None) -> str:
         """Say why the family does not exist for this dtype and shape; "" where it does."""
         kind = np.dtype(dtype).name
         if kind in self.without:
             return f"{self.name} must have another dtype than {kind}, {self.without[kind]}"
-        if n < self.smallest_n:
-            return f"{self.name} must have n >= {self.smallest_n}, got {n}"
-        if rows is not None and rows < self.smallest_rows:
-            return f"{self.name} must have rows >= {self.smallest_rows}, got {rows}"
+        for what, count, least in ("n", n, self.smallest_n), ("rows", rows, self.smallest_rows):
+            if count is not None and count < least:
+                return f"{self.name} must have {what} >= {least}, got {count}"
         return ""
 
     def applies(self, dtype: Any, n: int) -> bool:
@@ -115,14 +109,15 @@ def make_case(
     rows = max(2, family.smallest_rows) if rows is None else rows
     rng, form = np.random.default_rng(rng), format_of(parse(dtype))
     with np.errstate(all="ignore"):
-        made = family.build(form, (rows, n), rng)
+        made = family.make(_Draw(form, (rows, n), rng))
         # Parts that the family does not make are drawn.
-        gamma, beta = 1 + 0.1 * rng.standard_normal(n), 0.1 * rng.standard_normal(n)
-        drawn = {"gamma": gamma, "beta": beta, "dy": rng.standard_normal((rows, n)), "eps": 1e-5}
-        parts: Parts = drawn | made
-        parts["gamma"] = np.broadcast_to(parts["gamma"], n)
-        eps = float(parts.pop("eps"))
-        return Case(eps=eps, **{name: _cast(part, form) for name, part in parts.items()})
+        parts: Parts = {
+            "gamma": 1 + 0.1 * rng.standard_normal(n), "beta": 0.1 * rng.standard_normal(n),
+            "dy": rng.standard_normal((rows, n)), "eps": 1e-5,
+        }  # fmt: skip
+        parts |= made if isinstance(made, dict) else {"x": made}
+        x, gamma, beta, dy = (_cast(parts[name], form) for name in ("x", "gamma", "beta", "dy"))
+        return Case(x, np.resize(gamma, n), beta, parts["eps"], dy)
 
 
 def _cast(value: Any, form: Format) -> Array:

@@ -21,13 +21,6 @@ def plain_forward(
 
     16-bit types are computed in float32, as most implementations do. y has the dtype of `x`; the
     cache, for `plain_backward`, is gamma, xhat and rstd. Of kind "rms", nothing is subtracted.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> y, _ = plain_forward(np.full((1, 768), 12345.678, dtype=np.float32), eps=1e-12)
-    >>> bool((abs(y) > 0.9).all())  # a constant row: all of it should be 0
-    True
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
