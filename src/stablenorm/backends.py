@@ -8,6 +8,7 @@ from typing import Any
 
 from stablenorm import reference
 from stablenorm.arrays import HOST, Arrays
+from stablenorm.call import OPERATIONS
 
 # A backend is a module with a function for each operation. Backends for NumPy arrays:
 BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
@@ -16,8 +17,9 @@ BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 
-def run(operation: str, backend: str, call: Any) -> Any:
+def run(backend: str, call: Any) -> Any:
     """Do a call by a backend or, where that declines it, by the reference; return what it returns."""
+    operation = OPERATIONS[type(call)]
     found = implementation(operation, backend)(call)
     return getattr(reference, operation)(call) if found is NotImplemented else found
 

@@ -53,8 +53,9 @@ class Backward(NamedTuple):
     drstd: Array | None = None
     # The mask of `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
-    # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta; or
-    # "exact": exact sums are added to those of the columns that do not hold 0.
+    # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta;
+    # "exact": exact sums are added to those of the columns that do not hold 0; or, for `functional` alone, "added": to
+    # the values in dgamma and dbeta, and rounded once.
     sums: str = "rounded"
     samples: int = 1
     threads: int | None = None
@@ -91,10 +92,16 @@ class DoubleBackward(NamedTuple):
     where: Any = None
 
 
+# The operation of each record.
+OPERATIONS = {
+    Forward: "forward", Backward: "backward", Jvp: "jvp", DoubleBackward: "double_backward",
+}  # fmt: skip
+
 # The fields that hold arrays of the shape of x: inputs and results.
 READ = frozenset({"x", "dy", "residual", "dsum", "where", "tx", "ddx"})
 WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
-_SUMS = "dgamma", "dbeta"
+# Results that are sums over rows.
+SUMS = "dgamma", "dbeta"
 
 Call = TypeVar("Call", bound=Any)
 
@@ -128,11 +135,11 @@ def sample(call: Call, i: int) -> Call:
     """Return the call of one sample of a call of several; its arrays are views."""
     count = len(call.x) // call.samples
     rows = slice(i * count, (i + 1) * count)
-    found = change(call, lambda array: array[rows], lambda array: array[rows], rows)
-    sums = {name: part(getattr(call, name), i) for name in _SUMS if name in call._fields}
-    return found._replace(norm=call.norm.sample(i), samples=1, **sums)  # type: ignore[no-any-return]
+    return of_sample(change(call, lambda array: array[rows], lambda array: array[rows], rows), i)
 
 
-def part(array: Any, i: Any) -> Any:
-    """Return ``array[i]``, or None for None."""
-    return None if array is None else array[i]
+def of_sample(call: Call, i: Any) -> Call:
+    """Return a call that has these rows, and gamma, beta and their gradients of sample `i`, or of a slice of samples."""
+    sums = {name: getattr(call, name, None) for name in SUMS}
+    sums = {name: total[i] for name, total in sums.items() if total is not None}
+    return call._replace(norm=call.norm.sample(i), samples=1, **sums)  # type: ignore[no-any-return]

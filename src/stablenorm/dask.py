@@ -21,13 +21,15 @@ from dask.array import Array, blockwise, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
+from stablenorm import memory
 from stablenorm.arrays import HOST, is_lazy, normalize_axes
 from stablenorm.backends import choose
+from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
-from stablenorm.functional import backward as functional_backward
 from stablenorm.functional import checks, masks
 from stablenorm.functional import forward as functional
-from stablenorm.functional.combinations import DASK, refuse
+from stablenorm.functional.backward import run_passes
+from stablenorm.functional.combinations import DASK, check_combinations
 from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
@@ -121,9 +123,9 @@ def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
     return of_blocks(renamed(made, what), getitem, *operands, dtype=dtype)
 
 
-def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand:
+def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
     """
-    Return an operand cut like `like`, whose axes are these of `parts`; the other axes are merged away.
+    Return sums cut like `like`, whose axes are these of `parts`; over the other axes they are merged.
 
     The order is that of the blocks, whoever merges them, and whenever.
     """
@@ -137,7 +139,7 @@ def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand
             starts = range(0, len(leaves), _FAN_IN)
             keys = [(*key, level, i) for i in starts] if len(leaves) > _FAN_IN else [key]
             for made, i in zip(keys, starts, strict=True):
-                tasks[made] = Task(made, merge, *leaves[i : i + _FAN_IN])
+                tasks[made] = Task(made, sums.merged, *leaves[i : i + _FAN_IN])
             leaves[:] = map(TaskRef, keys)
             if keys == [key]:
                 break
@@ -147,31 +149,11 @@ def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand
 
 class LazyCache(SimpleNamespace):
     """
-    The cache of a forward on a Dask array: a record of lazy arrays, computed with the gradients.
+    The cache of a forward on a Dask array: what `Cache` has, by the same names, as lazy arrays.
 
-    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is.
-
-    Attributes
-    ----------
-    x : dask.array.Array
-        What was normalized: the x that was given, or its sum with the residual.
-    norm, gamma
-        As in `Cache`; gamma and beta are what was given.
-    axis : tuple of int
-        The axes normalized together.
-    mean, rstd : dask.array.Array
-        As in `Cache`, but lazy.
+    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is. The blocks of `kept` are
+    caches without x, gamma and beta.
     """
-
-    x: Array
-    norm: Norm
-    gamma: Any
-    axis: tuple[int, ...]
-    backend: str
-    mean: Array
-    rstd: Array
-    # Its blocks are caches without x, gamma and beta, in place of arrays.
-    kept: Array
 
     def __repr__(self) -> str:
         """Return the shape, the dtype and the number of blocks on one line."""
@@ -188,11 +170,10 @@ def forward(
 ) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
     residual, where = added
-    if out is not None:
-        refuse("out", DASK)
+    check_combinations([DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
-    norm = checks.checked_norm(LAZY, norm, x.shape, axes, chosen)
+    norm = checks.checked_norm(LAZY, norm, x.shape, axes)
     if cut := [axis - x.ndim for axis in axes if x.numblocks[axis] > 1]:
         msg = (
             f"x has {x.numblocks[cut[0]]} chunks along axis {cut[0]}, which is normalized; "
@@ -258,11 +239,8 @@ def backward(
 ) -> Gradients:
     """Do what `functional.backward` does with the cache of a Dask array."""
     checks.check_kind(cache.norm, kind)
-    names = "out", "sum_axes", "dmean", "drstd", "accumulate"
-    for name, value in zip(names, (out, *others), strict=True):
-        # `is not`, since `!=` of an array is an array.
-        if value is not None and value is not False:
-            refuse(name, DASK)
+    names = "sum_axes", "dmean", "drstd", "accumulate"
+    check_combinations([DASK], out=out, **dict(zip(names, others, strict=True)))
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
@@ -287,8 +265,23 @@ def backward(
 
 def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradients:
     """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
-    threads = threads_of_task()
-    return functional_backward.partial_sums(dy, _filled(*block), asked, dsum=dsum, threads=threads)
+    x, *parameters, _ = block
+    dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
+    pairs = (
+        None if parameter is None or name not in asked else np.zeros(parameter.shape, sums.PARTIAL)
+        for name, parameter in zip(NAMES[1:], parameters, strict=True)
+    )
+    return _pulled(Gradients(dx, *pairs), "pairs", dy, dsum, *block)
+
+
+def _pulled(out: Gradients, how: str, dy: Any, dsum: Any, *block: Any) -> Gradients:
+    """Pull dy of a block back into `out`, whose sums are of this kind of `Backward.sums`."""
+    x, norm, axes, statistics, backend, where = _filled(*block)
+    call = Backward(
+        dy, x, norm, statistics, *out, dsum, where=where, sums=how, threads=threads_of_task()
+    )
+    run_passes(backend, call, axes)
+    return out
 
 
 def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ...]) -> Array:
@@ -299,20 +292,23 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     """
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
-    total = merged(renamed(parts, "merged"), sums.merged, parts, like, axes)
+    total = merged(renamed(parts, "merged"), parts, like, axes)
     found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
     others: Operand = None, None
     if exact:
         asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
-        others = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
+        others = merged(renamed(parts, "exact"), asked, like, axes)
     return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
 
 
 def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
     """Return the exact sums over a block of the columns that are uncertified."""
-    columns: list[Any] = [None, None]
-    columns[i] = found[1]
-    return functional_backward.exact_sums(dy, _filled(*block), columns, threads_of_task())[i]
+    columns = found[1]
+    out: list[Any] = [None, None, None]
+    out[1 + i] = np.where(columns, sums.NOTHING, 0)
+    if columns.any():
+        _pulled(Gradients(*out), "exact", dy, None, *block)
+    return out[1 + i]
 
 
 def _decided(found: Any, exact: Any) -> Any:

@@ -84,11 +84,11 @@ class Statistics(NamedTuple):
 
 
 def joined(found: list[Statistics]) -> Statistics:
-    """Return the statistics of all rows, given those of parts that follow one another."""
-    if len(found) == 1:
-        return found[0]
-    words = zip(*found, strict=True)
-    return Statistics._make(None if each[0] is None else np.concatenate(each) for each in words)
+    """Return the statistics of all rows, given those of parts that follow one another: the words that all have."""
+    return Statistics._make(
+        None if any(word is None for word in words) else np.concatenate(words)
+        for words in zip(*found, strict=True)
+    )
 
 
 # The names of the gradients, in their order.

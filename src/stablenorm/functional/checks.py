@@ -11,13 +11,12 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import Arrays, normalized_shape, show_axes
-from stablenorm.functional.combinations import CUDA, refuse
-from stablenorm.functional.layout import lead_of
-from stablenorm.types import NAMES, Array, Cache, Norm, check_eps, real
+from stablenorm.functional.layout import Lead, lead_of
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
 
 
 def checked_norm(
-    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...], backend: str
+    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
     _, _, eps, kind, gamma_offset, rounding = norm
@@ -28,35 +27,7 @@ def checked_norm(
     )
     eps, gamma_offset = check_eps(eps), checked_offset(gamma_offset, gamma)
     check_rounding(rounding)
-    norm = Norm(gamma, beta, eps, kind, gamma_offset, rounding)
-    if backend == "cuda":
-        _refuse_cuda(norm, axes)
-    return norm
-
-
-def _refuse_cuda(norm: Norm, axes: tuple[int, ...]) -> None:
-    is_asked = (
-        ('rounding="nearest"', norm.rounding == "nearest"),
-        ("RMS norm", norm.kind == "rms"),
-        ("gamma_offset", norm.gamma_offset != 0.0),
-        ("leading axes of gamma or beta", has_leading(norm, axes)),
-    )
-    for feature, asked in is_asked:
-        if asked:
-            refuse(feature, CUDA)
-
-
-def refuse_cuda(feature: str, backend: str) -> None:
-    """Raise if arrays are on a CUDA device, where a feature is missing."""
-    if backend == "cuda":
-        refuse(feature, CUDA)
-
-
-def has_leading(norm: Norm, axes: tuple[int, ...]) -> bool:
-    """Tell whether gamma or beta has axes before the normalized ones."""
-    gamma, beta = norm[:2]
-    most = len(axes)
-    return (gamma is not None and gamma.ndim > most) or (beta is not None and beta.ndim > most)
+    return Norm(gamma, beta, eps, kind, gamma_offset, rounding)
 
 
 def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -142,8 +113,8 @@ def _not_a_cache(dy: Any, cache: Any, kind: str, what: str) -> str:
 
 def check_sum_axes(
     sum_axes: int | tuple[int, ...], cache: Cache
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the lead of the sums, and the lengths of the axes that are kept."""
+) -> tuple[Lead, list[Array | None]]:
+    """Return the lead of the sums, and zero-stride templates with the shapes and dtypes of dgamma and dbeta."""
     x, norm, axes = cache[:3]
     try:
         given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
@@ -159,23 +130,15 @@ def check_sum_axes(
             f"is normalized, axis {show_axes(axes)}; got {sum_axes}"
         )
         raise ValueError(msg)
-    each = [(axis in summed, length) for axis, length in enumerate(x.shape) if axis not in axes]
-    lead = tuple(1 if is_summed else length for is_summed, length in each)
+    others = [axis for axis in range(x.ndim) if axis not in axes]
+    lead = tuple(1 if axis in summed else x.shape[axis] for axis in others)
     for name, parameter in zip(("gamma", "beta"), norm[:2], strict=True):
         if not fits(lead_of(parameter, x.ndim, axes), lead):
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
-    return lead, tuple(length for is_summed, length in each if not is_summed)
-
-
-def sums_like(
-    parameter: Array | None, kept: tuple[int, ...], axes: tuple[int, ...]
-) -> Array | None:
-    """Return a zero-stride template with the shape and dtype of a gradient that keeps axes."""
-    if parameter is None:
-        return None
-    normalized = parameter.shape[parameter.ndim - len(axes) :]
-    return np.broadcast_to(np.empty((), parameter.dtype), kept + normalized)
+    shape = [x.shape[axis] for axis in (*(i for i in others if i not in summed), *axes)]
+    kept = (None if each is None else np.empty((), each.dtype) for each in norm[:2])
+    return lead, [None if each is None else np.broadcast_to(each, shape) for each in kept]
 
 
 def asked_names(wrt: object) -> tuple[str, ...]:
@@ -206,44 +169,55 @@ def refuse_overlap(
             raise ValueError(msg)
 
 
-def is_room(out: Any, like: Any, *others: Any) -> bool:
-    """Tell at once whether `out` can take a result like an array and shares no memory; if not, other checks follow."""
-    if type(out) is not np.ndarray or type(like) is not np.ndarray:
-        return False
-    if out.dtype != like.dtype or out.shape != like.shape or not out.flags.writeable:
-        return False
-    arrays = [each for each in others if each is not None]
-    return all(type(each) is np.ndarray for each in arrays) and not any(
-        np.may_share_memory(out, each) for each in arrays
-    )
+def are_rooms(outs: Sequence[Any], likes: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """
+    Tell at once whether `outs` can take results like these arrays, and share no memory with inputs or one another.
+
+    If not, `checked_results` says what is wrong, or takes arrays that kernels do not.
+    """
+    others = [each for each in inputs if each is not None]
+    for out, like in zip(outs, likes, strict=True):
+        if out is None:
+            continue
+        if not (type(out) is type(like) is np.ndarray) or not out.flags.writeable:
+            return False
+        if out.dtype != like.dtype or out.shape != like.shape:
+            return False
+        if any(type(each) is not np.ndarray or np.may_share_memory(out, each) for each in others):
+            return False
+        others.append(out)
+    return True
 
 
-def are_rooms(out: Any, dy: Any, cache: Cache, dsum: Any) -> bool:
-    """Tell the same about the three entries of `out`; dx may be dy itself if nothing reads dy again."""
-    if not isinstance(out, tuple) or len(out) != 3 or type(cache) is not Cache:
-        return False
-    dx, dgamma, dbeta = out
-    x, (gamma, beta), others = cache.x, cache.norm[:2], (cache.x, cache.norm.gamma, dsum)
-    is_over = dx is dy and cache.norm.rounding == "fast" and x.dtype != np.float64
-    return (
-        (dx is None or is_room(dx, x, *others, None if is_over else dy))
-        and (dgamma is None or is_room(dgamma, gamma, *others, dy, dx))
-        and (dbeta is None or is_room(dbeta, beta, *others, dy, dx, dgamma))
-    )
-
-
-def checked_out(out: Any, likes: Sequence[Array | None], accumulate: bool) -> tuple[Any, ...]:
-    """Return the three entries of `out`; `accumulate` requires those of the gradients that are asked for."""
+def checked_results(
+    arrays: Arrays,
+    likes: Sequence[Array | None],
+    out: Any,
+    accumulate: bool,
+    inputs: dict[str, Any],
+) -> Gradients:
+    """Return the arrays to write into: those of `out`, checked, or new ones; None for gradients that wrt leaves out."""
+    needs = "out must have three entries, for dx, dgamma and dbeta, got"
     if out is not None and not np.iterable(out):
-        msg = f"out must have three entries, for dx, dgamma and dbeta, got {type(out).__name__}"
+        msg = f"{needs} {type(out).__name__}"
         raise TypeError(msg)
     given = (None, None, None) if out is None else tuple(out)
-    if accumulate:
-        for name, like, array in zip(NAMES[1:], likes[1:], given[1:], strict=False):
-            if like is not None and array is None:
-                msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
-                raise ValueError(msg)
     if len(given) != len(NAMES):
-        msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
+        msg = f"{needs} {len(given)}"
         raise ValueError(msg)
-    return given
+    found: list[Array | None] = []
+    for name, like, array in zip(NAMES, likes, given, strict=True):
+        called, x = f"out.d{name}", inputs["x"]
+        if like is None:
+            found.append(None)
+        elif array is not None:
+            target = arrays.target(called, array, like.shape, like.dtype)
+            refuse_overlap(arrays, called, target, inputs, but="dy" if name == "x" else None)
+            inputs[called] = target
+            found.append(target)
+        elif accumulate and name != "x":
+            msg = f"{called} must be the array to add to with accumulate=True, got None"
+            raise ValueError(msg)
+        else:
+            found.append(arrays.empty(like.shape, like.dtype, x))
+    return Gradients._make(found)

@@ -1,6 +1,9 @@
 """The table of features that cannot be combined, from which the documentation makes its own."""
 
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from stablenorm.types import Norm
 
 CUDA, DASK = "arrays on a CUDA device", "a Dask array"
 NEAREST, LEADING = 'rounding="nearest"', "leading axes of gamma or beta"
@@ -22,7 +25,7 @@ _NO_BOUND = "its error is not bounded there"
 REFUSED = (
     Refusal(
         ("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
-         "gamma_offset", NEAREST, LEADING, *_DERIVATIVES, "sums over some of the rows"),
+         "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),
         CUDA, _ITS_KERNEL, "copy them to the host, as x.get() does",
     ),
     Refusal(
@@ -49,11 +52,27 @@ REFUSED = (
     Refusal(_DERIVATIVES, DASK, "they are for arrays in memory", "call forward on x.compute()"),
 )  # fmt: skip
 
-_FOUND = {(feature, each.other): each for each in REFUSED for feature in each.features}
+
+def features_of(norm: Norm, axes: tuple[int, ...], backend: str) -> list[str]:
+    """Return the features in the table that a norm has whose arrays are those of a backend."""
+    ndims = (each.ndim for each in norm[:2] if each is not None)
+    has = {
+        CUDA: backend == "cuda",
+        NEAREST: norm.rounding == "nearest",
+        "RMS norm": norm.kind == "rms",
+        "gamma_offset": norm.gamma_offset != 0.0,
+        LEADING: any(ndim > len(axes) for ndim in ndims),
+    }
+    return [feature for feature, is_there in has.items() if is_there]
 
 
-def refuse(feature: str, other: str) -> NoReturn:
-    """Raise the ValueError of a combination in the table."""
-    refusal = _FOUND[feature, other]
-    msg = f"{feature} cannot be combined with {other}: {refusal.reason}; {refusal.cure}"
-    raise ValueError(msg)
+def check_combinations(features: Iterable[str], **keywords: Any) -> None:
+    """Raise ValueError if two of these features, or of the keywords that are given, are in the table together."""
+    # `is not`, since `!=` of an array is an array.
+    given = {name for name, value in keywords.items() if value is not None and value is not False}
+    given |= set(features)
+    for refused, other, reason, cure in REFUSED:
+        for feature in refused:
+            if other in given and feature in given:
+                msg = f"{feature} cannot be combined with {other}: {reason}; {cure}"
+                raise ValueError(msg)

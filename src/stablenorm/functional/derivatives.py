@@ -8,9 +8,8 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST, is_lazy_cache
 from stablenorm.call import DoubleBackward, Jvp
-from stablenorm.functional.checks import check_cache, has_leading, of_shape
-from stablenorm.functional.combinations import CUDA, DASK, LEADING, NEAREST, refuse
-from stablenorm.functional.layout import layout_of
+from stablenorm.functional.checks import check_cache, of_shape
+from stablenorm.functional.combinations import DASK, check_combinations, features_of
 from stablenorm.functional.plain import run_plain
 from stablenorm.types import Array, Cache
 
@@ -27,7 +26,7 @@ def jvp(
     tangents = _of_parameters(cache, "t", tgamma, tbeta)
     ty = HOST.empty(x.shape, x.dtype, x)
     call = Jvp(tangent, x, cache.norm, cache.statistics, *tangents, ty, cache.where)
-    _run("jvp", call, cache)
+    _run(call, cache)
     return ty
 
 
@@ -47,28 +46,22 @@ def double_backward(
     ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
     dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
     call = DoubleBackward(*given, norm, cache.statistics, *cotangents, ddy, dx, dgamma, cache.where)
-    _run("double_backward", call, cache)
+    _run(call, cache)
     return ddy, dx, dgamma
 
 
-def _run(operation: str, call: Any, cache: Cache) -> None:
+def _run(call: Any, cache: Cache) -> None:
     """Do a call as rows; these operations take a mask of the shape of x."""
-    layout = layout_of(call.x.shape, cache.axis)
     where = None if call.where is None else np.broadcast_to(call.where, call.x.shape)
-    run_plain(operation, cache.backend, call._replace(where=where), layout)
+    run_plain(cache.backend, call._replace(where=where), cache.axis)
 
 
 def _check_cache(cache: Any, kind: str, what: str) -> None:
     """Raise if ``{kind}_norm_{what}`` cannot use a cache."""
     if is_lazy_cache(cache):
-        refuse(what, DASK)
+        check_combinations((what, DASK))
     check_cache(cache, None, kind, what)
-    if cache.backend == "cuda":
-        refuse(what, CUDA)
-    if cache.norm.rounding != "fast":
-        refuse(what, NEAREST)
-    if has_leading(cache.norm, cache.axis):
-        refuse(what, LEADING)
+    check_combinations((what, *features_of(cache.norm, cache.axis, cache.backend)))
 
 
 def _of_parameters(

@@ -33,6 +33,8 @@ class Layout(NamedTuple):
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
+    # The shape of gamma, of beta and of sums over rows: (n,) or, with several samples, (samples, n).
+    of_samples: tuple[int, ...]
 
     def view(self, array: Array) -> Array | None:
         """Return an array of the shape of x as (rows, n) without a copy; None if its rows are not plain."""
@@ -47,32 +49,28 @@ class Layout(NamedTuple):
         # Such axes merge without a copy.
         return moved.reshape(self.shape)
 
-    def read(self, array: Array, rows: slice | Array) -> Array:
+    def read(self, array: Array, rows: range | Array) -> Array:
         """Return a copy of some rows, (rows, n)."""
         moved, leading = self._moved(array)
-        if not isinstance(rows, slice):
+        if not isinstance(rows, range):
             view = self.view(array)
             if view is not None:
                 return np.take(view, rows, axis=0)
             return moved[np.unravel_index(rows, leading)].reshape(len(rows), self.shape[1])
-        found = memory.empty((rows.stop - rows.start, self.shape[1]), array.dtype)
+        found = memory.empty((len(rows), self.shape[1]), array.dtype)
         for box, some in _boxes(leading, rows.start, rows.stop):
             found[some].reshape(moved[box].shape)[...] = moved[box]
         return found
 
-    def write(self, array: Array, rows: slice | Array, found: Array) -> None:
+    def write(self, array: Array, rows: range | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
         moved, leading = self._moved(array)
-        view = None if isinstance(rows, slice) else self.view(array)
-        if view is not None:
-            view[rows] = found
-            return
-        if not isinstance(rows, slice):
+        if isinstance(rows, range):
+            for box, some in _boxes(leading, rows.start, rows.stop):
+                moved[box] = found[some].reshape(moved[box].shape)
+        else:
             index = np.unravel_index(rows, leading)
             moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
-            return
-        for box, some in _boxes(leading, rows.start, rows.stop):
-            moved[box] = found[some].reshape(moved[box].shape)
 
     def _moved(self, array: Array) -> tuple[Array, tuple[int, ...]]:
         """Return a view with the axes in their order, and the lengths of the axes that count rows, at least one."""
@@ -98,7 +96,7 @@ class Layout(NamedTuple):
         own = [lead[others.index(axis)] for axis in self.order[: self.cut]]
         cut = np.ascontiguousarray(array).reshape(*own, *normalized)
         whole = np.broadcast_to(cut, self.lengths[: self.cut] + normalized)
-        return whole.reshape(*((self.samples,) if self.samples > 1 else ()), self.shape[1])
+        return whole.reshape(self.of_samples)
 
 
 @functools.lru_cache(256)
@@ -111,7 +109,8 @@ def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> La
     lengths = tuple(shape[axis] for axis in order)
     rows, n = math.prod(lengths[: len(others)]), math.prod(lengths[len(others) :])
     samples = math.prod(lengths[: len(cut)])
-    return Layout(order, lengths, len(cut), len(others), samples, (rows, n))
+    of_samples = (samples, n) if samples > 1 else (n,)
+    return Layout(order, lengths, len(cut), len(others), samples, (rows, n), of_samples)
 
 
 def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:

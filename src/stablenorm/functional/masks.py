@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.arrays import is_lazy, lazy, refuse_masked
-from stablenorm.functional.combinations import NEAREST, refuse
+from stablenorm.functional.combinations import NEAREST, check_combinations
 from stablenorm.types import Array
 
 
@@ -36,7 +36,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     if np.array_equal(some, seen.all(axis=axes, keepdims=True)):
         return np.array(some)
     if rounding == "nearest":
-        refuse("where that varies inside a row", NEAREST)
+        check_combinations(("where that varies inside a row", NEAREST))
     return mask.copy()
 
 
