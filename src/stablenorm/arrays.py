@@ -1,8 +1,7 @@
 """
 How arrays are converted, checked, allocated and seen as rows: NumPy's here, CuPy's in `stablenorm.cuda`.
 
-A CUDA array is recognised by its protocols, so that nothing of CUDA is loaded to find that there is
-none.
+A CUDA array is recognised by its protocols, so that nothing of CUDA is loaded to find that there is none.
 """
 
 import contextlib
@@ -20,10 +19,6 @@ from stablenorm.types import Array
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
 _CUDA_KINDS = frozenset((2, 13))
-
-
-# Results of fewer elements, less than 1 MiB whatever their dtype, are never recycled.
-_FEW = 1 << 17
 
 
 class Arrays(NamedTuple):
@@ -141,13 +136,6 @@ def lazy(name: str) -> str:
     )
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Array:
-    # No result has more elements than x, which can tell its number at once.
-    if like.size < _FEW:
-        return np.empty(shape, dtype)
-    return memory.empty(shape, dtype)
-
-
 # ---- what `axis` means: any array seen as (rows, n) ----
 
 
@@ -213,4 +201,6 @@ def same_elements(a: Array, b: Array) -> bool:
     return a is b or next(places) == next(places)
 
 
-HOST = Arrays(_convert, _target, _empty, overlap, same_elements)
+HOST = Arrays(
+    _convert, _target, lambda shape, dtype, _: memory.empty(shape, dtype), overlap, same_elements
+)

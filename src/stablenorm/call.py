@@ -11,7 +11,6 @@ reference does all of the call. Otherwise it does all of the call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -110,25 +109,12 @@ def change(
     call: Call, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
 ) -> Call:
     """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
-    values = list(call)
-    record: Any = type(call)
-    for i, name in _like_x(record):
-        if values[i] is None:
-            continue
-        if name in READ:
-            values[i] = read(values[i])
-        elif name in WRITTEN:
-            values[i] = written(values[i])
-        else:
-            values[i] = values[i].of_rows(rows) if name == "statistics" else values[i][rows]
-    return tuple.__new__(record, values)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _like_x(record: Any) -> list[tuple[int, str]]:
-    """Return the places and names of the fields of a record that have an entry for each row."""
-    like_x = READ | WRITTEN | {"dmean", "drstd", "statistics"}
-    return [(i, name) for i, name in enumerate(record._fields) if name in like_x]
+    how: dict[str, Any] = {"statistics": lambda kept: kept.of_rows(rows)}
+    how |= dict.fromkeys(("dmean", "drstd"), lambda words: words[rows])
+    how |= dict.fromkeys(READ, read) | dict.fromkeys(WRITTEN, written)
+    fields = ((name, getattr(call, name)) for name in call._fields if name in how)
+    changed = {name: how[name](value) for name, value in fields if value is not None}
+    return call._replace(**changed)  # type: ignore[no-any-return]
 
 
 def sample(call: Call, i: int) -> Call:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from numpy.typing import ArrayLike
 
-from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.backward import backward
 from stablenorm.functional.forward import forward
@@ -14,6 +14,13 @@ from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm
 
 # Makes a NamedTuple in half the time.
 _new = tuple.__new__
+
+
+def on_dask() -> Any:
+    """Return what does calls on Dask arrays; whoever has one has loaded Dask."""
+    from stablenorm import dask  # noqa: PLC0415
+
+    return dask
 
 
 def layer_norm(

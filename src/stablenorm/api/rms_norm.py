@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 from numpy.typing import ArrayLike
 
-from stablenorm.api.lazy import on_dask
+from stablenorm.api.layer_norm import _new, on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.backward import backward
 from stablenorm.functional.forward import forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
-
-# Makes a NamedTuple in half the time.
-_new = tuple.__new__
 
 
 def rms_norm(
@@ -45,10 +42,6 @@ def rms_norm(
     array
         ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, of the shape and dtype of `x`; `out` if
         that was given.
-
-    See Also
-    --------
-    rms_norm_forward : The same, with the cache that `rms_norm_backward` needs.
 
     Notes
     -----
@@ -100,10 +93,6 @@ def rms_norm_forward(
         For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
         square, 8 bytes (16 with float64 data; 8 more with ``rounding="nearest"``).
 
-    See Also
-    --------
-    rms_norm_backward : The gradients.
-
     Examples
     --------
     >>> import numpy as np
@@ -138,15 +127,6 @@ def rms_norm_backward(
         As for `layer_norm_backward`, and so are all the rest and the errors. There is no `dmean`.
     cache : Cache
         What `rms_norm_forward` returned; not a cache of `layer_norm_forward`.
-
-    Returns
-    -------
-    Gradients
-        dx, dgamma and dbeta, as `layer_norm_backward` returns them.
-
-    See Also
-    --------
-    rms_norm_forward : Makes the cache.
 
     Notes
     -----

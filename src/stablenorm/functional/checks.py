@@ -10,7 +10,15 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import Arrays, normalized_shape, show_axes
+from stablenorm.arrays import (
+    Arrays,
+    is_lazy,
+    lazy,
+    normalized_shape,
+    refuse_masked,
+    show_axes,
+)
+from stablenorm.functional.combinations import NEAREST, check_combinations
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
 
@@ -19,15 +27,24 @@ def checked_norm(
     arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
-    _, _, eps, kind, gamma_offset, rounding = norm
+    _, _, eps, kind, gamma_offset, _ = norm
+    rounding: Any = norm.rounding
     normalized_shape(x_shape, axes)
     gamma, beta = (
         None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
     )
-    eps, gamma_offset = check_eps(eps), checked_offset(gamma_offset, gamma)
-    check_rounding(rounding)
-    return Norm(gamma, beta, eps, kind, gamma_offset, rounding)
+    eps, offset = check_eps(eps), real("gamma_offset", gamma_offset)
+    if not math.isfinite(offset):
+        msg = f"gamma_offset must be finite, got {gamma_offset}"
+        raise ValueError(msg)
+    if offset and gamma is None:
+        msg = f"gamma must be given with gamma_offset={gamma_offset}, got None; leave gamma_offset away"
+        raise ValueError(msg)
+    if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
+        msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
+        raise ValueError(msg)
+    return Norm(gamma, beta, eps, kind, offset, rounding)
 
 
 def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -51,27 +68,6 @@ def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
     """Tell whether leading axes of a parameter broadcast against axes of these lengths."""
     pairs = zip(reversed(leading), reversed(lengths), strict=False)
     return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
-
-
-def checked_offset(offset: Any, gamma: Array | None) -> float:
-    """Return `gamma_offset` as a float, or say what is wrong with it."""
-    if type(offset) is float and offset == 0.0:
-        return offset
-    value = real("gamma_offset", offset)
-    if not math.isfinite(value):
-        msg = f"gamma_offset must be finite, got {offset}"
-        raise ValueError(msg)
-    if value and gamma is None:
-        msg = f"gamma must be given with gamma_offset={offset}, got None; leave gamma_offset away"
-        raise ValueError(msg)
-    return value
-
-
-def check_rounding(rounding: Any) -> None:
-    """Raise unless `rounding` is one of the two."""
-    if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
-        msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
-        raise ValueError(msg)
 
 
 def of_shape(
@@ -141,10 +137,48 @@ def check_sum_axes(
     return lead, [None if each is None else np.broadcast_to(each, shape) for each in kept]
 
 
+def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], rounding: str) -> Array:
+    """
+    Return a mask of the dimensions of x, of length 1 along `axes` if it does not vary there.
+
+    The mask is a copy: later changes of `where` change no gradient.
+    """
+    refuse_masked("where", where)
+    if is_lazy(where):
+        raise TypeError(lazy("where"))
+    try:
+        mask = np.asarray(where)
+    except ValueError:
+        msg = "where must be an array of bool, got lists of unequal length; fill them up with False"
+        raise ValueError(msg) from None
+    check_mask(mask, shape)
+    mask = np.broadcast_to(mask, shape)
+    # Along broadcast axes (stride 0) one element is enough.
+    same = (slice(1 if i in axes and step == 0 else None) for i, step in enumerate(mask.strides))
+    seen = mask[tuple(same)]
+    if all(seen.shape[i] == 1 for i in axes):
+        return seen.copy()
+    some: Any = seen.any(axis=axes, keepdims=True)
+    if np.array_equal(some, seen.all(axis=axes, keepdims=True)):
+        return np.array(some)
+    if rounding == "nearest":
+        check_combinations(("where that varies inside a row", NEAREST))
+    return mask.copy()
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless `mask` is of bool and broadcasts to this shape."""
+    if mask.dtype != np.bool_:
+        msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
+        raise TypeError(msg)
+    pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if mask.ndim > len(shape) or any(length not in (1, of_x) for length, of_x in pairs):
+        msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}"
+        raise ValueError(msg)
+
+
 def asked_names(wrt: object) -> tuple[str, ...]:
     """Return what `wrt` names."""
-    if wrt is NAMES:
-        return NAMES
     names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
     if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
         msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}"

@@ -8,10 +8,15 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
-from stablenorm.functional.checks import are_rooms, checked_norm, of_shape, refuse_overlap
+from stablenorm.functional.checks import (
+    are_rooms,
+    check_where,
+    checked_norm,
+    of_shape,
+    refuse_overlap,
+)
 from stablenorm.functional.combinations import check_combinations, features_of
 from stablenorm.functional.layout import lead_of
-from stablenorm.functional.masks import check_where
 from stablenorm.functional.plain import BLOCK, run_plain
 from stablenorm.reference.blocks import add
 from stablenorm.types import Array, Cache, Norm, check_eps

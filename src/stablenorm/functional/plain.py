@@ -61,9 +61,8 @@ def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> S
     if layout.samples > 1:
         call = call._replace(samples=layout.samples)
     numbers = layout.numbers()
-    if numbers is not None:
-        call = change(call, lambda array: array, lambda array: array, numbers)
-    kept = _run_rows(backend, call, layout)
+    order = slice(None) if numbers is None else numbers
+    kept = _run_rows(backend, change(call, layout.moved, layout.moved, order), layout)
     for name, room in rooms.items():
         if not np.may_share_memory(room, sums[name]):
             sums[name][...] = room.reshape(sums[name].shape)
@@ -71,14 +70,15 @@ def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> S
 
 
 def _run_rows(backend: str, call: Any, layout: Layout) -> Statistics | None:
-    """Do a call of a layout, whose order parameters, sums and statistics have."""
+    """Do a call whose arrays are in the order of a layout; return its statistics in that order."""
     count, samples = layout.shape[0], layout.samples
     unit = count // max(samples, 1)
     jobs, others = [(call, [Part(range(count), call.where is not None, unit)])], None
     if call.where is not None and isinstance(call, (Forward, Backward)):
-        axes = layout.order[layout.leading :]
-        counted = call.where.all(axis=axes, keepdims=True), call.where.any(axis=axes, keepdims=True)
-        whole, some = (each.transpose(layout.order).reshape(samples, -1) for each in counted)
+        axes = tuple(range(-len(layout.last), 0))
+        whole, some = (
+            each(axis=axes).reshape(samples, -1) for each in (call.where.all, call.where.any)
+        )
         jobs, others = [], np.flatnonzero(~some)
         for i in range(samples):
             sets = [
