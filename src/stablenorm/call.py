@@ -109,11 +109,16 @@ def change(
     call: Call, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
 ) -> Call:
     """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
-    how: dict[str, Any] = {"statistics": lambda kept: kept.of_rows(rows)}
-    how |= dict.fromkeys(("dmean", "drstd"), lambda words: words[rows])
-    how |= dict.fromkeys(READ, read) | dict.fromkeys(WRITTEN, written)
-    fields = ((name, getattr(call, name)) for name in call._fields if name in how)
-    changed = {name: how[name](value) for name, value in fields if value is not None}
+    changed: dict[str, Any] = {}
+    for name, value in zip(call._fields, call, strict=True):
+        if value is None:
+            continue
+        if name in READ or name in WRITTEN:
+            changed[name] = read(value) if name in READ else written(value)
+        elif name == "statistics":
+            changed[name] = value.of_rows(rows)
+        elif name in ("dmean", "drstd"):
+            changed[name] = value[rows]
     return call._replace(**changed)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from stablenorm.functional.checks import (
     asked_names,
     check_cache,
     check_sum_axes,
-    checked_results,
+    checked_gradients,
     of_shape,
 )
 from stablenorm.functional.combinations import check_combinations, features_of
@@ -36,8 +36,19 @@ def backward(
     threads: int | None = None,
 ) -> Gradients:
     """Return the requested gradients."""
-    out = tuple(out) if type(out) is list else out
-    if out is None or _are_rooms(out, dy, cache, dsum):
+    is_quick = out is None
+    if (
+        out is not None
+        and type(cache) is Cache
+        and isinstance(out, (tuple, list))
+        and len(out) == 3
+    ):
+        x, norm = cache[:2]
+        # dx may be dy itself if nothing reads dy again.
+        is_over = out[0] is dy and norm.rounding == "fast" and x.dtype != np.float64
+        inputs = x, norm.gamma, dsum, None if is_over else dy
+        is_quick, out = are_rooms(out, (x, *norm[:2]), inputs), tuple(out)
+    if is_quick:
         found: Gradients | None = plain("backward")(
             dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
         )
@@ -64,8 +75,8 @@ def backward(
     asked = asked_names(wrt)
     three = zip(NAMES, (x, *parameters), strict=True)
     likes = [like if each in asked else None for each, like in three]
-    inputs = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
-    gradients = checked_results(arrays, likes, out, accumulate, inputs)
+    named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
+    gradients = checked_gradients(arrays, out, likes, named, accumulate)
     sums = "added" if accumulate else "rounded"
     call = Backward(
         dy, x, norm, statistics, *gradients, dsum, dmean, drstd, where, sums, threads=threads
@@ -77,16 +88,6 @@ def backward(
     else:
         run_passes(name, call, axes, lead)
     return gradients
-
-
-def _are_rooms(out: Any, dy: Any, cache: Any, dsum: Any) -> bool:
-    """Tell at once whether kernels may write into `out`; dx may be dy itself if nothing reads dy again."""
-    if not isinstance(out, tuple) or len(out) != 3 or type(cache) is not Cache:
-        return False
-    x, norm = cache[:2]
-    is_over = out[0] is dy and norm.rounding == "fast" and x.dtype != np.float64
-    inputs = (x, norm.gamma, dsum, None if is_over else dy)
-    return are_rooms(out, (x, *norm[:2]), inputs)
 
 
 def run_passes(

@@ -186,29 +186,8 @@ def asked_names(wrt: object) -> tuple[str, ...]:
     return names
 
 
-def refuse_overlap(
-    arrays: Arrays,
-    name: str,
-    array: Array,
-    others: dict[str, Array | None],
-    but: str | None = None,
-) -> None:
-    """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
-    for other, there in others.items():
-        if there is not None and arrays.overlap(array, there):
-            # Compare elements last: arrays hardly ever overlap.
-            if other == but and arrays.same_elements(array, there):
-                continue
-            msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
-            raise ValueError(msg)
-
-
 def are_rooms(outs: Sequence[Any], likes: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """
-    Tell at once whether `outs` can take results like these arrays, and share no memory with inputs or one another.
-
-    If not, `checked_results` says what is wrong, or takes arrays that kernels do not.
-    """
+    """Tell at once whether results like these arrays fit into `outs`, apart from inputs; if not, `results_in` follows."""
     others = [each for each in inputs if each is not None]
     for out, like in zip(outs, likes, strict=True):
         if out is None:
@@ -223,14 +202,35 @@ def are_rooms(outs: Sequence[Any], likes: Sequence[Any], inputs: Sequence[Any]) 
     return True
 
 
-def checked_results(
-    arrays: Arrays,
-    likes: Sequence[Array | None],
-    out: Any,
-    accumulate: bool,
-    inputs: dict[str, Any],
+def results_in(
+    arrays: Arrays, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
+) -> list[Any]:
+    """Return `outs`, checked, new arrays for None, None for no like; the first may be the input `over` itself."""
+    found: list[Any] = []
+    for (name, like), out in zip(likes.items(), outs, strict=True):
+        if like is None or out is None:
+            new = None if like is None else arrays.empty(like.shape, like.dtype, like)
+            found.append(new)
+            continue
+        target = arrays.target(name, out, like.shape, like.dtype)
+        for other, there in inputs.items():
+            # Compare elements last: arrays hardly ever overlap.
+            if there is not None and arrays.overlap(target, there):
+                if not found and other == over and arrays.same_elements(target, there):
+                    continue
+                msg = (
+                    f"{name} must not share memory with {other}, which is still needed; pass a copy"
+                )
+                raise ValueError(msg)
+        inputs[name] = target
+        found.append(target)
+    return found
+
+
+def checked_gradients(
+    arrays: Arrays, out: Any, likes: Sequence[Any], inputs: dict[str, Any], accumulate: bool
 ) -> Gradients:
-    """Return the arrays to write into: those of `out`, checked, or new ones; None for gradients that wrt leaves out."""
+    """Return the arrays to write gradients into; None for those that wrt leaves out."""
     needs = "out must have three entries, for dx, dgamma and dbeta, got"
     if out is not None and not np.iterable(out):
         msg = f"{needs} {type(out).__name__}"
@@ -239,19 +239,9 @@ def checked_results(
     if len(given) != len(NAMES):
         msg = f"{needs} {len(given)}"
         raise ValueError(msg)
-    found: list[Array | None] = []
     for name, like, array in zip(NAMES, likes, given, strict=True):
-        called, x = f"out.d{name}", inputs["x"]
-        if like is None:
-            found.append(None)
-        elif array is not None:
-            target = arrays.target(called, array, like.shape, like.dtype)
-            refuse_overlap(arrays, called, target, inputs, but="dy" if name == "x" else None)
-            inputs[called] = target
-            found.append(target)
-        elif accumulate and name != "x":
-            msg = f"{called} must be the array to add to with accumulate=True, got None"
+        if accumulate and name != "x" and like is not None and array is None:
+            msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
             raise ValueError(msg)
-        else:
-            found.append(arrays.empty(like.shape, like.dtype, x))
-    return Gradients._make(found)
+    named = {f"out.d{name}": like for name, like in zip(NAMES, likes, strict=True)}
+    return Gradients._make(results_in(arrays, given, named, inputs, over="dy"))

@@ -13,7 +13,7 @@ from stablenorm.functional.checks import (
     check_where,
     checked_norm,
     of_shape,
-    refuse_overlap,
+    results_in,
 )
 from stablenorm.functional.combinations import check_combinations, features_of
 from stablenorm.functional.layout import lead_of
@@ -34,9 +34,13 @@ def forward(
     threads: int | None = None,
 ) -> tuple[Array, Any]:
     """Return y and the cache, None without `keep`; then y may overwrite x."""
-    if (backend is None or backend == "native") and (
-        out is None or _is_room(out, x, norm, keep, residual)
-    ):
+    is_quick = backend is None or backend == "native"
+    if out is not None and is_quick:
+        # y may be x itself if nothing needs x again.
+        is_over = out is x and norm.rounding == "fast" and not (keep and residual is None)
+        inputs = norm.gamma, norm.beta, residual, None if is_over else x
+        is_quick = are_rooms((out,), (x,), inputs)
+    if is_quick:
         found: tuple[Array, Any] | None = plain("forward")(
             x, norm, axis, out, backend, keep, residual, where, threads
         ) or _reworded(x, norm, axis, out, keep, residual, where, threads)
@@ -53,13 +57,9 @@ def forward(
     if residual is not None:
         residual = of_shape(arrays, "residual", residual, x.shape)
         total = arrays.empty(x.shape, x.dtype, x)
-    if out is None:
-        y = arrays.empty(x.shape, x.dtype, x)
-    else:
-        y = arrays.target("out", out, x.shape, x.dtype)
-        others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
-        needed = keep and residual is None
-        refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
+    named = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
+    over = "" if keep and residual is None else "x"
+    (y,) = results_in(arrays, (out,), {"out": x}, named, over)
     if where is not None:
         where = check_where(where, x.shape, axes, norm.rounding)
     call = Forward(x, norm, y, keep, residual, total, where, 1, threads)
@@ -70,12 +70,6 @@ def forward(
     return y, Cache(
         x if total is None else total, norm, axes, statistics, name, where
     ) if keep else None
-
-
-def _is_room(out: Any, x: Any, norm: Norm, keep: bool, residual: Any) -> bool:
-    """Tell at once whether kernels may write y into `out`; it may be x itself if nothing needs x again."""
-    is_over = out is x and norm.rounding == "fast" and not (keep and residual is None)
-    return are_rooms((out,), (x,), (norm.gamma, norm.beta, residual, None if is_over else x))
 
 
 def _reworded(
