@@ -61,9 +61,7 @@ def is_lazy_cache(value: Any) -> bool:
 
 
 def _convert(name: str, value: Any) -> Array:
-    refuse_masked(name, value)
-    if is_lazy(value):
-        raise TypeError(lazy(name))
+    refuse_others(name, value)
     if on_cuda_device(value):
         raise TypeError(mixed(name, value, "in host memory"))
     try:
@@ -76,10 +74,16 @@ def _convert(name: str, value: Any) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def refuse_masked(name: str, value: Any) -> None:
-    """Raise if an argument is a masked array."""
+def refuse_others(name: str, value: Any) -> None:
+    """Raise if an argument is a masked array or a Dask array."""
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
+        raise TypeError(msg)
+    if is_lazy(value):
+        msg = (
+            f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a Dask "
+            "array, too, where the function takes them (docs/how-to/dask.md)"
+        )
         raise TypeError(msg)
 
 
@@ -89,7 +93,7 @@ def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     if not isinstance(array, np.ndarray):
         msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
         raise TypeError(msg)
-    refuse_masked(name, array)
+    refuse_others(name, array)
     check_target(name, array, shape, dtype)
     if not array.flags.writeable:
         msg = f"{name} must be writeable, got a read-only array"
@@ -125,14 +129,6 @@ def mixed(name: str, value: Any, others: str) -> str:
     return (
         f"{name} must be {others}, like the other arguments, got {kind}; cupy.asarray copies an "
         "array to the device, its method get back"
-    )
-
-
-def lazy(name: str) -> str:
-    """Say that `name` is a Dask array where the call needs one in memory."""
-    return (
-        f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a Dask "
-        "array, too, where the function takes them (docs/how-to/dask.md)"
     )
 
 

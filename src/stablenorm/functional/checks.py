@@ -10,14 +10,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import (
-    Arrays,
-    is_lazy,
-    lazy,
-    normalized_shape,
-    refuse_masked,
-    show_axes,
-)
+from stablenorm.arrays import Arrays, normalized_shape, refuse_others, show_axes
 from stablenorm.functional.combinations import NEAREST, check_combinations
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
@@ -143,9 +136,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
 
     The mask is a copy: later changes of `where` change no gradient.
     """
-    refuse_masked("where", where)
-    if is_lazy(where):
-        raise TypeError(lazy("where"))
+    refuse_others("where", where)
     try:
         mask = np.asarray(where)
     except ValueError:

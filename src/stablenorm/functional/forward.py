@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import normalize_axes, on_cuda_device
-from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
+from stablenorm.backends import arrays_of, choose, plain, run
 from stablenorm.call import Forward
 from stablenorm.functional.checks import (
     are_rooms,
@@ -46,7 +46,7 @@ def forward(
         ) or _reworded(x, norm, axis, out, keep, residual, where, threads)
         if found is not None:
             return found
-    name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
+    name = choose(backend, on_cuda_device(x))
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
     axes = normalize_axes(axis, x.ndim)
