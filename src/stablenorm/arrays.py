@@ -22,19 +22,17 @@ _CUDA_KINDS = frozenset((2, 13))
 
 
 class Arrays(NamedTuple):
-    """
-    How arrays of one place are read, made and compared.
+    """How arrays of one place are read, made and compared."""
 
-    `convert` (name, value) returns an array of this place, its dtype checked. `target` (name,
-    array, shape, dtype) returns an array that may be written into, `empty` (shape, dtype, like) a
-    new one beside `like`. `rows` (array, axes) is what a backend that makes rows itself takes for an array.
-    """
-
+    # Of a name and a value: an array of this place, its dtype checked.
     convert: Callable[[str, Any], Array]
+    # Of a name, an array, a shape and a dtype: an array that may be written into.
     target: Callable[..., Array]
+    # A new array beside another.
     empty: Callable[[tuple[int, ...], np.dtype[Any], Any], Array]
     overlap: Callable[[Array, Array], bool]
     same_elements: Callable[[Array, Array], bool]
+    # Of an array and axes: what a backend that makes rows itself takes for the array.
     rows: Any = None
 
 

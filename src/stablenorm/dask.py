@@ -87,11 +87,7 @@ def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
 def of_blocks(
     name: str, function: Any, *operands: Operand, dtype: Any = object, ones: tuple[int, ...] = ()
 ) -> Array:
-    """
-    Return the array whose blocks a function makes of those of the operands; like the first, but for `ones`.
-
-    With `dtype` object they are no arrays. Along the axes `ones` they have length 1.
-    """
+    """Return what a function makes of each block of operands, in axes like the first's, of length 1 along `ones`."""
     axes = operands[0][1]
     return blockwise(  # type: ignore[no-any-return]
         function,
@@ -118,11 +114,7 @@ def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
 
 
 def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
-    """
-    Return sums cut like `like`, whose axes are these of `parts`; over the other axes they are merged.
-
-    The order is that of the blocks, whoever merges them, and whenever.
-    """
+    """Return sums cut like `like`, which has these axes of `parts`; over others, blocks are merged in their order."""
     groups, tasks = dict[Any, list[Any]](), dict[Any, Task]()
     for at in itertools.product(*map(range, parts.numblocks)):
         counts = zip(axes, like.numblocks, strict=True)
@@ -232,7 +224,7 @@ def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
     """Do what `functional.backward` does with the cache of a Dask array."""
-    checks.check_kind(cache.norm, kind)
+    checks.check_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
     check_combinations([DASK], out=out, **dict(zip(names, others, strict=True)))
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
@@ -279,17 +271,14 @@ def _pulled(out: Gradients, how: str, dy: Any, dsum: Any, *block: Any) -> Gradie
 
 
 def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ...]) -> Array:
-    """
-    Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`.
-
-    With `exact`, uncertified columns are asked of each block again, as exact sums: so Dask holds x and dy.
-    """
+    """Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`."""
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), parts, like, axes)
     found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
     others: Operand = None, None
     if exact:
+        # Uncertified columns are asked of each block again: so Dask holds x and dy.
         asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
         others = merged(renamed(parts, "exact"), asked, like, axes)
     return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
@@ -306,4 +295,4 @@ def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
 
 
 def _decided(found: Any, exact: Any) -> Any:
-    return found[0] if exact is None else decided(found[0], found[1], exact)
+    return found[0] if exact is None else decided(found[0], exact)

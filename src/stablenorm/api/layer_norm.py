@@ -122,8 +122,7 @@ def layer_norm(
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, axis, out, backend, False, residual, where)[0]
-    return y
+    return run(x, norm, axis, out, backend, False, residual, where)[0]
 
 
 def layer_norm_forward(
@@ -181,11 +180,6 @@ def layer_norm_forward(
     TypeError, ValueError, ImportError
         As `layer_norm` does.
 
-    See Also
-    --------
-    layer_norm : Accuracy and limits are described there.
-    layer_norm_backward : The gradients.
-
     Examples
     --------
     >>> import numpy as np
@@ -197,8 +191,7 @@ def layer_norm_forward(
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where)
-    return found
+    return run(x, norm, axis, out, backend, True, residual, where)
 
 
 def layer_norm_backward(
@@ -260,10 +253,6 @@ def layer_norm_backward(
         or `sum_axes` names something else, there is no `out` to accumulate in, or the cache is one
         of `rms_norm_forward`.
 
-    See Also
-    --------
-    layer_norm_forward : Makes the cache.
-
     Notes
     -----
     The errors are within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma and
@@ -290,7 +279,4 @@ def layer_norm_backward(
     True
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(
-        dy, cache, "layer", wrt, out, dsum, sum_axes, dmean, drstd, accumulate
-    )
-    return gradients
+    return run(dy, cache, "layer", wrt, out, dsum, sum_axes, dmean, drstd, accumulate)

@@ -59,8 +59,7 @@ def rms_norm(
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, axis, out, backend, False, residual, where)[0]
-    return y
+    return run(x, norm, axis, out, backend, False, residual, where)[0]
 
 
 def rms_norm_forward(
@@ -103,8 +102,7 @@ def rms_norm_forward(
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where)
-    return found
+    return run(x, norm, axis, out, backend, True, residual, where)
 
 
 def rms_norm_backward(
@@ -144,5 +142,4 @@ def rms_norm_backward(
     array([[ 0.181, -0.136]])
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
-    return gradients
+    return run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)

@@ -93,11 +93,7 @@ def backward(
 def run_passes(
     backend: str, call: Backward, axes: tuple[int, ...], lead: Lead | None = None
 ) -> None:
-    """
-    Do a call on the user's arrays: one pass for each way of cutting x into samples.
-
-    `lead` is the lead of the sums if sum_axes was passed. The pass with dx, which may overwrite dy, comes last.
-    """
+    """Do a call: a pass for each way of cutting x into samples; with dx, which may overwrite dy, the last."""
     if not call.x.size:
         # A sum over no rows is 0; old values, partial sums and exact sums stay.
         for total in (call.dgamma, call.dbeta):

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import Arrays, normalized_shape, refuse_others, show_axes
+from stablenorm.arrays import (
+    Arrays,
+    is_lazy_cache,
+    normalized_shape,
+    refuse_others,
+    show_axes,
+)
 from stablenorm.functional.combinations import NEAREST, check_combinations
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
@@ -76,28 +82,19 @@ def of_shape(
 
 def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
     """Raise unless the second argument of a backward, or `what` else, is a cache of this kind of norm."""
-    if not isinstance(cache, Cache):
-        raise TypeError(_not_a_cache(dy, cache, kind, what))
-    check_kind(cache.norm, kind, what)
-
-
-def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
-    """Raise unless a cache is of this kind of norm; `what` is the function that takes it."""
-    if norm.kind != kind:
-        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_{what}"
-        raise ValueError(msg)
-
-
-def _not_a_cache(dy: Any, cache: Any, kind: str, what: str) -> str:
-    """Say what is wrong with `cache`, and what the cure is."""
     forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{what}"
-    first = "dy" if what == "backward" else "..."
-    cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
-    if isinstance(dy, Cache):
-        cure = f"the two are swapped, write {backward}(dy, cache)"
-    elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
-        cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
-    return f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+    if not isinstance(cache, Cache) and not is_lazy_cache(cache):
+        first = "dy" if what == "backward" else "..."
+        cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
+        if isinstance(dy, Cache):
+            cure = f"the two are swapped, write {backward}(dy, cache)"
+        elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
+            cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
+        msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+        raise TypeError(msg)
+    if cache.norm.kind != kind:
+        msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{what}"
+        raise ValueError(msg)
 
 
 def check_sum_axes(
@@ -131,11 +128,7 @@ def check_sum_axes(
 
 
 def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], rounding: str) -> Array:
-    """
-    Return a mask of the dimensions of x, of length 1 along `axes` if it does not vary there.
-
-    The mask is a copy: later changes of `where` change no gradient.
-    """
+    """Return a copy of a mask in the dimensions of x, of length 1 along `axes` if it does not vary there."""
     refuse_others("where", where)
     try:
         mask = np.asarray(where)

@@ -1,55 +1,30 @@
 """The table of features that cannot be combined, from which the documentation makes its own."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from stablenorm.types import Norm
 
 CUDA, DASK = "arrays on a CUDA device", "a Dask array"
 NEAREST, LEADING = 'rounding="nearest"', "leading axes of gamma or beta"
-
-
-class Refusal(NamedTuple):
-    """Some features, what they cannot be combined with, why, and what to do instead."""
-
-    features: tuple[str, ...]
-    other: str
-    reason: str
-    cure: str
-
-
 _DERIVATIVES = "jvp", "double_backward"
-_ITS_KERNEL = "its kernel has no place for it"
-_NO_BOUND = "its error is not bounded there"
 
-REFUSED = (
-    Refusal(
-        ("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
-         "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),
-        CUDA, _ITS_KERNEL, "copy them to the host, as x.get() does",
-    ),
-    Refusal(
-        ("where that varies inside a row", "dmean", "drstd", *_DERIVATIVES),
-        NEAREST, _NO_BOUND, 'use rounding="fast"',
-    ),
-    Refusal(
-        _DERIVATIVES, LEADING, "each part has a gamma of its own",
-        "leave them out of the forward, and apply them to its y",
-    ),
-    Refusal(("out",), DASK, "it has no memory", "dask.array.store(result, out) writes into arrays"),
-    Refusal(
-        ("sum_axes",), DASK, "sums are over all chunks",
-        "for gradients of each sample, give gamma and beta leading axes",
-    ),
-    Refusal(
-        ("accumulate",), DASK, "sums are over all chunks",
-        "add dgamma and dbeta to others yourself",
-    ),
-    Refusal(
-        ("dmean", "drstd"), DASK, "they are of whole arrays",
-        "call forward and backward on chunks in memory, in dask.array.map_blocks",
-    ),
-    Refusal(_DERIVATIVES, DASK, "they are for arrays in memory", "call forward on x.compute()"),
+# Features, what they cannot be combined with, why, and what to do instead.
+REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
+      "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),
+     CUDA, "its kernel has no place for it", "copy them to the host, as x.get() does"),
+    (("where that varies inside a row", "dmean", "drstd", *_DERIVATIVES),
+     NEAREST, "its error is not bounded there", 'use rounding="fast"'),
+    (_DERIVATIVES, LEADING, "each part has a gamma of its own",
+     "leave them out of the forward, and apply them to its y"),
+    (("out",), DASK, "it has no memory", "dask.array.store(result, out) writes into arrays"),
+    (("sum_axes",), DASK, "sums are over all chunks",
+     "for gradients of each sample, give gamma and beta leading axes"),
+    (("accumulate",), DASK, "sums are over all chunks", "add dgamma and dbeta to others yourself"),
+    (("dmean", "drstd"), DASK, "they are of whole arrays",
+     "call forward and backward on chunks in memory, in dask.array.map_blocks"),
+    (_DERIVATIVES, DASK, "they are for arrays in memory", "call forward on x.compute()"),
 )  # fmt: skip
 
 

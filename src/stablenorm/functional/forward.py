@@ -67,9 +67,9 @@ def forward(
         statistics = run(name, call._replace(x=arrays.rows(x, axes), y=arrays.rows(y, axes)))
     else:
         statistics = _do(call, axes, name)
-    return y, Cache(
-        x if total is None else total, norm, axes, statistics, name, where
-    ) if keep else None
+    if not keep:
+        return y, None
+    return y, Cache(x if total is None else total, norm, axes, statistics, name, where)
 
 
 def _reworded(

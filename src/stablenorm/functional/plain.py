@@ -46,12 +46,7 @@ class Part(NamedTuple):
 
 
 def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> Statistics | None:
-    """
-    Do a call whose arrays have the shape of x, and whose samples are cut where one of `leads` is not 1.
-
-    `where` is of the shape of x or, but for derivatives, has length 1 along the normalized `axes`. A forward that keeps
-    them returns its statistics, in the order of the rows of x.
-    """
+    """Do a call whose arrays have the shape of x, cut into samples by `leads`; return statistics that are kept."""
     layout = layout_of(call.x.shape, axes, *leads)
     gamma, beta = map(layout.parameter, call.norm[:2])
     sums: dict[str, Any] = {name: getattr(call, name, None) for name in SUMS}
@@ -229,11 +224,11 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
     if any(each.any() for each in exact.values()):
         _run_parts(backend, call._replace(dx=None, sums="exact", **exact), layout, parts)
     for name, result in results.items():
-        result[...] = decided(result, exact[name] != 0, exact[name])
+        result[...] = decided(result, exact[name])
 
 
-def decided(values: Array, uncertified: Array, exact: Array) -> Array:
-    """Return what `partial.rounded` did, uncertified columns by their exact sums over all rows."""
-    result, roots = values.copy(), dict[int, Root]()
+def decided(values: Array, exact: Array) -> Array:
+    """Return what `partial.rounded` did, but columns that have an exact sum over all rows, not 0, by that."""
+    result, uncertified, roots = values.copy(), exact != 0, dict[int, Root]()
     result[uncertified] = [round_sum(each, values.dtype, roots) for each in exact[uncertified]]
     return result
