@@ -24,15 +24,15 @@ _CUDA_KINDS = frozenset((2, 13))
 class Arrays(NamedTuple):
     """How arrays of one place are read, made and compared."""
 
-    # Of a name and a value: an array of this place, its dtype checked.
+    # Returns an array of this place, given a name and a value; its dtype is checked.
     convert: Callable[[str, Any], Array]
-    # Of a name, an array, a shape and a dtype: an array that may be written into.
+    # Returns an array that may be written into, given a name, the array, a shape and a dtype.
     target: Callable[..., Array]
-    # A new array beside another.
+    # Returns a new array of a shape and a dtype, beside another.
     empty: Callable[[tuple[int, ...], np.dtype[Any], Any], Array]
     overlap: Callable[[Array, Array], bool]
     same_elements: Callable[[Array, Array], bool]
-    # Of an array and axes: what a backend that makes rows itself takes for the array.
+    # Returns what a backend that makes rows itself takes, given an array and axes.
     rows: Any = None
 
 

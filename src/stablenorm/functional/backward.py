@@ -37,12 +37,7 @@ def backward(
 ) -> Gradients:
     """Return the requested gradients."""
     is_quick = out is None
-    if (
-        out is not None
-        and type(cache) is Cache
-        and isinstance(out, (tuple, list))
-        and len(out) == 3
-    ):
+    if not is_quick and isinstance(out, (tuple, list)) and len(out) == 3 and type(cache) is Cache:
         x, norm = cache[:2]
         # dx may be dy itself if nothing reads dy again.
         is_over = out[0] is dy and norm.rounding == "fast" and x.dtype != np.float64
@@ -98,7 +93,7 @@ def run_passes(
         # A sum over no rows is 0; old values, partial sums and exact sums stay.
         for total in (call.dgamma, call.dbeta):
             if total is not None and call.sums == "rounded":
-                total[...] = np.zeros((), total.dtype)
+                total[...] = 0
         return
     norm = call.norm._replace(beta=None)
     of_gamma, of_beta = (lead_of(each, call.x.ndim, axes) for each in call.norm[:2])
