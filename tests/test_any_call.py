@@ -202,6 +202,8 @@ LARGE = [
     *((*way, f8, (0,), True) for way in (CHANNELS, ((4, 6, 8), -1))),
     *((shape, -1, f4, (0,), False) for shape in ((5, 75, 512), (4, 3, 5), (3, 514, 512))),
     ((300, 1, 300), -1, f2, (0,), False),
+    # The bits of float64 sums tell tiles of other lengths.
+    ((5, 16, 3000), 1, (f4, f4, f8, f8), (0,), False),
 ]
 
 
@@ -212,7 +214,8 @@ LARGE = [
 def test_large_calls(shape, axis, dtype, varying, hard, rounding, block):
     pytest.importorskip("stablenorm.native", exc_type=ImportError)
     given = ("dsum", "accumulate") if axis == 1 else ()
-    call = Call(1, shape, axis, (dtype,) * 4, varying=varying, hard=hard, rounding=rounding)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 4
+    call = Call(1, shape, axis, dtypes, varying=varying, hard=hard, rounding=rounding)
     check(call._replace(given=given, block=block), ["native"])
 
 

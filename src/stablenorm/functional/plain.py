@@ -208,9 +208,9 @@ def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> li
 def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
     """Do the parts, merge their sums, with those in the results if they are to be added, and round once."""
     results = {name: getattr(call, name) for name in SUMS if getattr(call, name) is not None}
-    olds = {name: result.astype(np.float64) for name, result in results.items()}
-    if call.sums == "rounded":
-        olds = {name: np.zeros_like(old) for name, old in olds.items()}
+    is_added, olds = call.sums == "added", dict[str, Array]()
+    for name, result in results.items():
+        olds[name] = result.astype(np.float64) if is_added else np.zeros(result.shape)
     sums: Any = {name: as_partial(old, 0.0, 0.0) for name, old in olds.items()}
     _run_parts(backend, call._replace(sums="pairs", **sums), layout, parts)
     exact: Any = {}
