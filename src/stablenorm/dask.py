@@ -36,6 +36,7 @@ from stablenorm.types import NAMES, Cache, Gradients, Norm
 
 # An array whose axes are some of those of x, and which; or two times None.
 Operand = tuple[Any, Any]
+_NOTHING: Operand = None, None
 
 # How many sums are merged at a time: enough that the tree is a small part of the tasks.
 _FAN_IN = 8
@@ -74,7 +75,7 @@ def check_blocks(name: str, array: Array) -> None:
 def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
     """Return `value`, whose axes are these of x or have length 1, cut as x is."""
     if value is None:
-        return None, None
+        return _NOTHING
     if not is_lazy(value):
         # One block of a name that is always the same, which all tasks refer to.
         value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
@@ -239,7 +240,7 @@ def backward(
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
     # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
-    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
+    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, _NOTHING, *block)
     found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
     # Sums of narrower numbers never leave float64's range in between.
     exact = norm.rounding == "nearest" or np.float64 in (x.dtype, dy.dtype)
@@ -249,24 +250,19 @@ def backward(
     return Gradients(*found)
 
 
-def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
-    x, *parameters, _ = block
-    dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
-    pairs = (
-        None if parameter is None or name not in asked else np.zeros(parameter.shape, sums.PARTIAL)
-        for name, parameter in zip(NAMES[1:], parameters, strict=True)
-    )
-    return _pulled(Gradients(dx, *pairs), "pairs", dy, dsum, *block)
-
-
-def _pulled(out: Gradients, how: str, dy: Any, dsum: Any, *block: Any) -> Gradients:
-    """Pull dy of a block back into `out`, whose sums are of this kind of `Backward.sums`."""
+def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, found: Any, *block: Any) -> Gradients:
+    """Return the gradients of a block, as sums PARTIAL or, where `found` has uncertified columns, the exact ones."""
     x, norm, axes, statistics, backend, where = _filled(*block)
-    call = Backward(
-        dy, x, norm, statistics, *out, dsum, where=where, sums=how, threads=threads_of_task()
-    )
-    run_passes(backend, call, axes)
+    dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
+    totals: list[Any] = [None, None]
+    for i, parameter in enumerate(norm[:2]):
+        if parameter is not None and NAMES[1 + i] in asked:
+            zeros = np.zeros(parameter.shape, sums.PARTIAL)
+            totals[i] = zeros if found is None else np.where(found[1], sums.NOTHING, 0)
+    out, how = Gradients(dx, *totals), "pairs" if found is None else "exact"
+    if found is None or found[1].any():
+        extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
+        run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
     return out
 
 
@@ -276,22 +272,16 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), parts, like, axes)
     found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
-    others: Operand = None, None
+    others = _NOTHING
     if exact:
         # Uncertified columns are asked of each block again: so Dask holds x and dy.
-        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
+        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, _NOTHING, found, *block)
         others = merged(renamed(parts, "exact"), asked, like, axes)
     return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
 
 
-def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
-    """Return the exact sums over a block of the columns that are uncertified."""
-    columns = found[1]
-    out: list[Any] = [None, None, None]
-    out[1 + i] = np.where(columns, sums.NOTHING, 0)
-    if columns.any():
-        _pulled(Gradients(*out), "exact", dy, None, *block)
-    return out[1 + i]
+def _exact(i: int, *operands: Any) -> Any:
+    return _backward((NAMES[1 + i],), *operands)[1 + i]
 
 
 def _decided(found: Any, exact: Any) -> Any:

@@ -64,7 +64,7 @@ def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[in
 
 
 def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
-    """Tell whether leading axes of a parameter broadcast against axes of these lengths."""
+    """Tell whether axes broadcast against axes of these lengths."""
     pairs = zip(reversed(leading), reversed(lengths), strict=False)
     return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
 
@@ -155,8 +155,7 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
     if mask.dtype != np.bool_:
         msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
         raise TypeError(msg)
-    pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
-    if mask.ndim > len(shape) or any(length not in (1, of_x) for length, of_x in pairs):
+    if not fits(mask.shape, shape):
         msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}"
         raise ValueError(msg)
 
