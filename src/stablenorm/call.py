@@ -131,6 +131,8 @@ def sample(call: Call, i: int) -> Call:
 
 def of_sample(call: Call, i: Any) -> Call:
     """Return a call that has these rows, and gamma, beta and their gradients of sample `i`, or of a slice of samples."""
+    gamma, beta = (None if each is None else each[i] for each in call.norm[:2])
+    norm = call.norm._replace(gamma=gamma, beta=beta)
     sums = {name: getattr(call, name, None) for name in SUMS}
     sums = {name: total[i] for name, total in sums.items() if total is not None}
-    return call._replace(norm=call.norm.sample(i), samples=1, **sums)  # type: ignore[no-any-return]
+    return call._replace(norm=norm, samples=1, **sums)  # type: ignore[no-any-return]

@@ -65,10 +65,8 @@ def check_blocks(name: str, array: Array) -> None:
     if any(math.isnan(length) for length in array.shape):
         msg = f"{name} must have known chunk sizes, got {array.chunks}; call compute_chunk_sizes()"
         raise ValueError(msg)
-    if type(array._meta) is not np.ndarray:
-        msg = (
-            f"{name} must be a Dask array of NumPy arrays, got one of {type(array._meta).__name__}"
-        )
+    if (kind := type(array._meta)) is not np.ndarray:
+        msg = f"{name} must be a Dask array of NumPy arrays, got one of {kind.__name__}"
         raise TypeError(msg)
 
 

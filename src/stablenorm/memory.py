@@ -51,8 +51,7 @@ def use(core: Any) -> None:
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array of arbitrary elements, a large one in memory that is handed out again."""
-    array: Array = np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)
-    return array
+    return np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)
 
 
 def set_idle_limit(nbytes: int) -> None:

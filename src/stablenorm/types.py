@@ -39,23 +39,14 @@ class Norm(NamedTuple):
     # "fast" or "nearest".
     rounding: str = "fast"
 
-    def sample(self, i: int) -> "Norm":
-        """Return the norm of one sample, where gamma and beta are (samples, n)."""
-        gamma, beta = (None if each is None else each[i] for each in self[:2])
-        return self._replace(gamma=gamma, beta=beta)
-
 
 class Statistics(NamedTuple):
     """
-    The numbers of each row that the backward needs: 24 bytes a row, 40 for float64 data.
-    RMS norm has no mean: 8 or 16 bytes. `spread` adds 8.
+    The numbers of each row that the backward needs, 24 bytes, or 40 for float64 data; of RMS norm 8 or 16. `spread` adds 8.
 
-    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
-    ``rstd (+ rstd_lo)``; each array has one float64 per row.
-
-    `mean_lo` is the mean of ``x - mean``. It is no luxury: one float64 has too few digits for a
-    row whose elements differ in their last bit (float32, n = 50 000: 374 ulp without it, 0.45
-    with it).
+    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation ``rstd (+ rstd_lo)``. `mean_lo` is the
+    mean of ``x - mean``: one float64 has too few digits for a row whose elements differ in their last bit (float32,
+    n = 50 000: 374 ulp without it, 0.45 with it).
     """
 
     # Arrays; None of RMS norm.

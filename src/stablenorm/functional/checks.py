@@ -4,19 +4,13 @@ import math
 import operator
 from collections.abc import Sequence
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import (
-    Arrays,
-    is_lazy_cache,
-    normalized_shape,
-    refuse_others,
-    show_axes,
-)
+from stablenorm.arrays import Arrays, is_lazy_cache, normalized_shape, refuse_others, show_axes
 from stablenorm.functional.combinations import NEAREST, check_combinations
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
@@ -26,14 +20,13 @@ def checked_norm(
     arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
-    _, _, eps, kind, gamma_offset, _ = norm
-    rounding: Any = norm.rounding
+    gamma_offset, rounding = norm.gamma_offset, cast(Any, norm.rounding)
     normalized_shape(x_shape, axes)
     gamma, beta = (
         None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
     )
-    eps, offset = check_eps(eps), real("gamma_offset", gamma_offset)
+    eps, offset = check_eps(norm.eps), real("gamma_offset", gamma_offset)
     if not math.isfinite(offset):
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
@@ -43,7 +36,7 @@ def checked_norm(
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
-    return Norm(gamma, beta, eps, kind, offset, rounding)
+    return Norm(gamma, beta, eps, norm.kind, offset, rounding)
 
 
 def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:

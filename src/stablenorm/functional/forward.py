@@ -8,13 +8,7 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, plain, run
 from stablenorm.call import Forward
-from stablenorm.functional.checks import (
-    are_rooms,
-    check_where,
-    checked_norm,
-    of_shape,
-    results_in,
-)
+from stablenorm.functional.checks import are_rooms, check_where, checked_norm, of_shape, results_in
 from stablenorm.functional.combinations import check_combinations, features_of
 from stablenorm.functional.layout import lead_of
 from stablenorm.functional.plain import BLOCK, run_plain
