@@ -1,7 +1,7 @@
 """
 How arrays are converted, checked, allocated and seen as rows: NumPy's here, CuPy's in `stablenorm.cuda`.
 
-A CUDA array is recognised by its protocols, so that nothing of CUDA is loaded to find that there is none.
+A CUDA array is recognised by its protocols: nothing of CUDA is loaded to find that there is none.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ def refuse_others(name: str, value: Any) -> None:
         raise TypeError(msg)
     if is_lazy(value):
         msg = (
-            f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a Dask "
-            "array, too, where the function takes them (docs/how-to/dask.md)"
+            f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a "
+            "Dask array, too, where the function takes them (docs/how-to/dask.md)"
         )
         raise TypeError(msg)
 

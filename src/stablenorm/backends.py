@@ -54,12 +54,12 @@ def _default() -> str:
 
 
 def choose(backend: str | None, on_device: bool = False) -> str:
-    """Return the name of the backend to use: the one asked for, or the default for NumPy's arrays or those `on_device`."""
+    """Return the name of the backend to use: the one asked for, or the default for these arrays."""
     if on_device:
         if backend not in (None, "cuda"):
             msg = (
-                f'backend must be "cuda" for an x on a CUDA device, got {backend!r}; for the others '
-                "copy x to the host, as its method get does"
+                f'backend must be "cuda" for an x on a CUDA device, got {backend!r}; for the '
+                "others copy x to the host, as its method get does"
             )
             raise ValueError(msg)
         return "cuda"

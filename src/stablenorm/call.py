@@ -52,9 +52,9 @@ class Backward(NamedTuple):
     drstd: Array | None = None
     # The mask of `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
-    # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta;
-    # "exact": exact sums are added to those of the columns that do not hold 0; or, for `functional` alone, "added": to
-    # the values in dgamma and dbeta, and rounded once.
+    # "rounded"; "pairs": partial sums, as in `reference.partial`, are added to those in dgamma and
+    # dbeta; "exact": exact sums are added to those of the columns that do not hold 0; for
+    # `functional` alone, "added": sums are added to values, and rounded once.
     sums: str = "rounded"
     samples: int = 1
     threads: int | None = None
@@ -130,7 +130,7 @@ def sample(call: Call, i: int) -> Call:
 
 
 def of_sample(call: Call, i: Any) -> Call:
-    """Return a call that has these rows, and gamma, beta and their gradients of sample `i`, or of a slice of samples."""
+    """Return a call with its rows, but parameters and sums of one sample, or of a slice of them."""
     gamma, beta = (None if each is None else each[i] for each in call.norm[:2])
     norm = call.norm._replace(gamma=gamma, beta=beta)
     sums = {name: getattr(call, name, None) for name in SUMS}

@@ -28,8 +28,8 @@ from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks
 from stablenorm.functional import forward as functional
-from stablenorm.functional.backward import run_passes
 from stablenorm.functional.combinations import DASK, check_combinations
+from stablenorm.functional.derivatives import run_passes
 from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
@@ -86,7 +86,7 @@ def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
 def of_blocks(
     name: str, function: Any, *operands: Operand, dtype: Any = object, ones: tuple[int, ...] = ()
 ) -> Array:
-    """Return what a function makes of each block of operands, in axes like the first's, of length 1 along `ones`."""
+    """Return what a function makes of blocks of operands: like the first, but 1 along `ones`."""
     axes = operands[0][1]
     return blockwise(  # type: ignore[no-any-return]
         function,
@@ -113,7 +113,7 @@ def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
 
 
 def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
-    """Return sums cut like `like`, which has these axes of `parts`; over others, blocks are merged in their order."""
+    """Return sums cut like `like`, of these axes of `parts`; along others, blocks merge in order."""
     groups, tasks = dict[Any, list[Any]](), dict[Any, Task]()
     for at in itertools.product(*map(range, parts.numblocks)):
         counts = zip(axes, like.numblocks, strict=True)
@@ -136,8 +136,8 @@ class LazyCache(SimpleNamespace):
     """
     The cache of a forward on a Dask array: what `Cache` has, by the same names, as lazy arrays.
 
-    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is. The blocks of `kept` are
-    caches without x, gamma and beta.
+    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is. The
+    blocks of `kept` are caches without x, gamma and beta.
     """
 
     def __repr__(self) -> str:
@@ -222,7 +222,7 @@ def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
 def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
-    """Do what `functional.backward` does with the cache of a Dask array."""
+    """Do what `functional.derivatives.backward` does with the cache of a Dask array."""
     checks.check_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
     check_combinations([DASK], out=out, **dict(zip(names, others, strict=True)))
@@ -249,7 +249,7 @@ def backward(
 
 
 def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, found: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block, as sums PARTIAL or, where `found` has uncertified columns, the exact ones."""
+    """Return the gradients of a block: sums as PARTIAL or, for what `found` leaves, exact ones."""
     x, norm, axes, statistics, backend, where = _filled(*block)
     dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
     totals: list[Any] = [None, None]

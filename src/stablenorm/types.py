@@ -42,11 +42,12 @@ class Norm(NamedTuple):
 
 class Statistics(NamedTuple):
     """
-    The numbers of each row that the backward needs, 24 bytes, or 40 for float64 data; of RMS norm 8 or 16. `spread` adds 8.
+    The numbers of each row that the backward needs: 24 bytes, 40 for float64 data; 8 or 16 for RMS
+    norm. `spread` adds 8.
 
-    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation ``rstd (+ rstd_lo)``. `mean_lo` is the
-    mean of ``x - mean``: one float64 has too few digits for a row whose elements differ in their last bit (float32,
-    n = 50 000: 374 ulp without it, 0.45 with it).
+    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation ``rstd (+
+    rstd_lo)``. `mean_lo` is the mean of ``x - mean``: one float64 has too few digits for a row
+    whose elements differ in their last bit (float32, n = 50 000: 374 ulp without, 0.45 with it).
     """
 
     # Arrays; None of RMS norm.
@@ -75,7 +76,7 @@ class Statistics(NamedTuple):
 
 
 def joined(found: list[Statistics]) -> Statistics:
-    """Return the statistics of all rows, given those of parts that follow one another: the words that all have."""
+    """Return the statistics of successive parts as those of all rows: the words that all have."""
     return Statistics._make(
         None if any(word is None for word in words) else np.concatenate(words)
         for words in zip(*found, strict=True)
@@ -88,8 +89,7 @@ NAMES: tuple[Name, ...] = ("x", "gamma", "beta")
 
 class Cache(NamedTuple):
     """
-    What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to
-    `rms_norm_backward`.
+    The record that `layer_norm_forward` and `rms_norm_forward` hand to their backward.
 
     `x` and gamma are kept by reference: changing them in between changes the gradients.
 

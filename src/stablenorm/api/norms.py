@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.backward import backward
+from stablenorm.functional.derivatives import backward
 from stablenorm.functional.forward import forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
@@ -103,9 +103,6 @@ def layer_norm(
     Arrays of any layout are copied to rows without gaps, a block at a time.
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
-
-    Results of 1 MiB or more may reuse memory of deleted results, since clearing new pages takes longer
-    than the layer norm: `stablenorm.memory.set_idle_limit`.
 
     Examples
     --------
@@ -408,3 +405,10 @@ def rms_norm_backward(
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
     return run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
+
+
+# By the kind of the norm: forward and backward.
+FUNCTIONS = {
+    "layer": (layer_norm_forward, layer_norm_backward),
+    "rms": (rms_norm_forward, rms_norm_backward),
+}

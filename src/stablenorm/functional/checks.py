@@ -31,7 +31,8 @@ def checked_norm(
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
     if offset and gamma is None:
-        msg = f"gamma must be given with gamma_offset={gamma_offset}, got None; leave gamma_offset away"
+        given = f"gamma_offset={gamma_offset}"
+        msg = f"gamma must be given with {given}, got None; leave gamma_offset away"
         raise ValueError(msg)
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
@@ -93,7 +94,7 @@ def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
 def check_sum_axes(
     sum_axes: int | tuple[int, ...], cache: Cache
 ) -> tuple[Lead, list[Array | None]]:
-    """Return the lead of the sums, and zero-stride templates with the shapes and dtypes of dgamma and dbeta."""
+    """Return the lead of the sums, and templates with the shapes and dtypes of dgamma and dbeta."""
     x, norm, axes = cache[:3]
     try:
         given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
@@ -121,7 +122,7 @@ def check_sum_axes(
 
 
 def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], rounding: str) -> Array:
-    """Return a copy of a mask in the dimensions of x, of length 1 along `axes` if it does not vary there."""
+    """Return a copy of a mask in x's dimensions; if it does not vary along `axes`, of length 1."""
     refuse_others("where", where)
     try:
         mask = np.asarray(where)
@@ -163,7 +164,7 @@ def asked_names(wrt: object) -> tuple[str, ...]:
 
 
 def are_rooms(outs: Sequence[Any], likes: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Tell at once whether results like these arrays fit into `outs`, apart from inputs; if not, `results_in` follows."""
+    """Tell at once whether `outs` can take results and share no memory; `results_in` says why."""
     others = [each for each in inputs if each is not None]
     for out, like in zip(outs, likes, strict=True):
         if out is None:
@@ -181,7 +182,7 @@ def are_rooms(outs: Sequence[Any], likes: Sequence[Any], inputs: Sequence[Any]) 
 def results_in(
     arrays: Arrays, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
 ) -> list[Any]:
-    """Return `outs`, checked, new arrays for None, None for no like; the first may be the input `over` itself."""
+    """Return `outs`, checked, or new arrays like these; the first may be the input `over` itself."""
     found: list[Any] = []
     for (name, like), out in zip(likes.items(), outs, strict=True):
         if like is None or out is None:

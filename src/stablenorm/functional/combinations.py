@@ -30,19 +30,18 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 
 def features_of(norm: Norm, axes: tuple[int, ...], backend: str) -> list[str]:
     """Return the features in the table that a norm has whose arrays are those of a backend."""
-    ndims = (each.ndim for each in norm[:2] if each is not None)
     has = {
         CUDA: backend == "cuda",
         NEAREST: norm.rounding == "nearest",
         "RMS norm": norm.kind == "rms",
         "gamma_offset": norm.gamma_offset != 0.0,
-        LEADING: any(ndim > len(axes) for ndim in ndims),
+        LEADING: any(each is not None and each.ndim > len(axes) for each in norm[:2]),
     }
     return [feature for feature, is_there in has.items() if is_there]
 
 
 def check_combinations(features: Iterable[str], **keywords: Any) -> None:
-    """Raise ValueError if two of these features, or of the keywords that are given, are in the table together."""
+    """Raise ValueError if two of these features and given keywords are in the table together."""
     # `is not`, since `!=` of an array is an array.
     given = {name for name, value in keywords.items() if value is not None and value is not False}
     given |= set(features)

@@ -47,7 +47,7 @@ def forward(
     norm = checked_norm(arrays, norm, x.shape, axes)
     keywords = {"residual": residual is not None, "where": where is not None}
     check_combinations(features_of(norm, axes, name), **keywords)
-    total = None
+    total: Any = None
     if residual is not None:
         residual = of_shape(arrays, "residual", residual, x.shape)
         total = arrays.empty(x.shape, x.dtype, x)
@@ -57,10 +57,18 @@ def forward(
     if where is not None:
         where = check_where(where, x.shape, axes, norm.rounding)
     call = Forward(x, norm, y, keep, residual, total, where, 1, threads)
+    if where is not None and residual is not None:
+        # cache.x holds the sum for rows that do not count, too.
+        add(x, residual, total)
+        call = call._replace(x=total, residual=None, total=None)
     if name == "cuda":
         statistics = run(name, call._replace(x=arrays.rows(x, axes), y=arrays.rows(y, axes)))
     else:
-        statistics = _do(call, axes, name)
+        if not x.size:
+            # Without elements there is nothing to cut.
+            call = call._replace(norm=norm._replace(gamma=None, beta=None, gamma_offset=0.0))
+        leads = (lead_of(each, x.ndim, axes) for each in call.norm[:2])
+        statistics = run_plain(name, call, axes, *leads)
     if not keep:
         return y, None
     return y, Cache(x if total is None else total, norm, axes, statistics, name, where)
@@ -84,16 +92,3 @@ def _reworded(
         return found
     # The cache refers to x, not to the copy.
     return found[0], found[1]._replace(x=x)
-
-
-def _do(call: Forward, axes: tuple[int, ...], backend: str) -> Any:
-    """Do a call on the user's arrays; return the statistics in the order of x's rows."""
-    x, norm = call[:2]
-    if call.where is not None and call.residual is not None:
-        # cache.x holds the sum for rows that do not count, too.
-        add(x, call.residual, call.total)
-        call = call._replace(x=call.total, residual=None, total=None)
-    if not x.size:
-        # Without elements there is nothing to cut.
-        call = call._replace(norm=norm._replace(gamma=None, beta=None, gamma_offset=0.0))
-    return run_plain(backend, call, axes, *(lead_of(each, x.ndim, axes) for each in call.norm[:2]))

@@ -24,21 +24,21 @@ Lead = tuple[int, ...]
 class Layout(NamedTuple):
     """How arrays of the shape of x are seen as rows, and gamma and beta as theirs."""
 
-    # The axes of x: first those that count samples, then those that count the rows of a sample, then the normalized ones.
+    # The axes of x: those that count samples, those that count their rows, the normalized ones.
     order: tuple[int, ...]
     # The lengths of x along the axes that count rows, at least one, and along the normalized ones.
     leading: tuple[int, ...]
     last: tuple[int, ...]
-    # How many of the axes count samples, parts of x with a gamma, a beta or sums of their own; and how many these are.
+    # How many axes count samples, parts of x with parameters or sums of their own; their number.
     cut: int
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
-    # The shape of gamma, of beta and of sums over rows: (n,) or, with several samples, (samples, n).
+    # The shape of gamma, beta and their gradients: (n,) or, with several samples, (samples, n).
     of_samples: tuple[int, ...]
 
     def moved(self, array: Array) -> Array:
-        """Return a view of an array of the shape of x whose axes are in this order; `view`, `read` and `write` take it."""
+        """Return an array of the shape of x with axes in this order, as other methods take it."""
         moved = array.transpose(self.order)
         return moved if len(self.last) < moved.ndim else moved[np.newaxis]
 

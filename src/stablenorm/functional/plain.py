@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> Statistics | None:
-    """Do a call whose arrays have the shape of x, cut into samples by `leads`; return statistics that are kept."""
+    """Do a call on arrays of the shape of x, cut by `leads`; return statistics that are kept."""
     layout = layout_of(call.x.shape, axes, *leads)
     gamma, beta = map(layout.parameter, call.norm[:2])
     sums: dict[str, Any] = {name: getattr(call, name, None) for name in SUMS}
@@ -137,7 +137,7 @@ def _reads_again(call: Any) -> bool:
 
 
 def _blocks(backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Part]:
-    """Cut rows that are not plain into blocks: each of whole tiles or samples, so that no bit depends on the blocks."""
+    """Cut rows that are not plain into blocks of whole tiles or samples: no bit depends on them."""
     rows, n = whole.rows, layout.shape[1]
     like_x = (getattr(call, name) for name in (READ | WRITTEN).intersection(call._fields))
     is_plain = isinstance(rows, range) and not _reads_again(call)
@@ -206,7 +206,7 @@ def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> li
 
 
 def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
-    """Do the parts, merge their sums, with those in the results if they are to be added, and round once."""
+    """Do the parts, merge their sums, with old values if they are to be added, and round once."""
     results = {name: getattr(call, name) for name in SUMS if getattr(call, name) is not None}
     is_added, olds = call.sums == "added", dict[str, Array]()
     for name, result in results.items():
@@ -228,7 +228,7 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
 
 
 def decided(values: Array, exact: Array) -> Array:
-    """Return what `partial.rounded` did, but columns that have an exact sum over all rows, not 0, by that."""
+    """Return the rounded sums, but those that have an exact sum over all rows, not 0, by that."""
     result, uncertified, roots = values.copy(), exact != 0, dict[int, Root]()
     result[uncertified] = [round_sum(each, values.dtype, roots) for each in exact[uncertified]]
     return result
