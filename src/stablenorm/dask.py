@@ -113,7 +113,7 @@ def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
 
 
 def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
-    """Return sums cut like `like`, of these axes of `parts`; along others, blocks merge in order."""
+    """Return sums cut like `like`, of these axes of `parts`; along others blocks merge in order."""
     groups, tasks = dict[Any, list[Any]](), dict[Any, Task]()
     for at in itertools.product(*map(range, parts.numblocks)):
         counts = zip(axes, like.numblocks, strict=True)

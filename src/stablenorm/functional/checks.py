@@ -182,7 +182,7 @@ def are_rooms(outs: Sequence[Any], likes: Sequence[Any], inputs: Sequence[Any]) 
 def results_in(
     arrays: Arrays, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
 ) -> list[Any]:
-    """Return `outs`, checked, or new arrays like these; the first may be the input `over` itself."""
+    """Return `outs`, checked, or new arrays like these; the first may be the input `over`."""
     found: list[Any] = []
     for (name, like), out in zip(likes.items(), outs, strict=True):
         if like is None or out is None:
