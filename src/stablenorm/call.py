@@ -12,7 +12,7 @@ reference does all of the call. Otherwise it does all of the call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from stablenorm.types import Array, Norm, Statistics
 
@@ -102,12 +102,10 @@ WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
 # Results that are sums over rows.
 SUMS = "dgamma", "dbeta"
 
-Call = TypeVar("Call", bound=Any)
-
 
 def change(
-    call: Call, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
-) -> Call:
+    call: Any, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
+) -> Any:
     """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
     changed: dict[str, Any] = {}
     for name, value in zip(call._fields, call, strict=True):
@@ -119,20 +117,20 @@ def change(
             changed[name] = value.of_rows(rows)
         elif name in ("dmean", "drstd"):
             changed[name] = value[rows]
-    return call._replace(**changed)  # type: ignore[no-any-return]
+    return call._replace(**changed)
 
 
-def sample(call: Call, i: int) -> Call:
+def sample(call: Any, i: int) -> Any:
     """Return the call of one sample of a call of several; its arrays are views."""
     count = len(call.x) // call.samples
     rows = slice(i * count, (i + 1) * count)
     return of_sample(change(call, lambda array: array[rows], lambda array: array[rows], rows), i)
 
 
-def of_sample(call: Call, i: Any) -> Call:
+def of_sample(call: Any, i: Any) -> Any:
     """Return a call with its rows, but parameters and sums of one sample, or of a slice of them."""
     gamma, beta = (None if each is None else each[i] for each in call.norm[:2])
     norm = call.norm._replace(gamma=gamma, beta=beta)
     sums = {name: getattr(call, name, None) for name in SUMS}
     sums = {name: total[i] for name, total in sums.items() if total is not None}
-    return call._replace(norm=norm, samples=1, **sums)  # type: ignore[no-any-return]
+    return call._replace(norm=norm, samples=1, **sums)

@@ -187,14 +187,12 @@ def forward(
     y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
     if residual is not None:
         x = part_of(made, 2, "sum", x.dtype)
-    rows = partial(of_blocks, dtype=np.float64, ones=axes)
-    mean, rstd = (
-        rows(renamed(kept, which), _word, (kept, every), (x, every), (which, None))
-        for which in ("mean", "rstd")
-    )
-    return y, LazyCache(
-        x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, mean=mean, rstd=rstd, kept=kept
-    )
+    cache = LazyCache(x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, kept=kept)
+    for word in ("mean", "rstd"):
+        of_word = (kept, every), (x, every), (word, None)
+        lazy = of_blocks(renamed(kept, word), _word, *of_word, dtype=np.float64, ones=axes)
+        setattr(cache, word, lazy)
+    return y, cache
 
 
 def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> Any:

@@ -205,7 +205,7 @@ def results_in(
 
 
 def checked_gradients(
-    arrays: Arrays, out: Any, likes: Sequence[Any], inputs: dict[str, Any], accumulate: bool
+    arrays: Arrays, out: Any, likes: dict[str, Any], inputs: dict[str, Any], accumulate: bool
 ) -> Gradients:
     """Return the arrays to write gradients into; None for those that wrt leaves out."""
     needs = "out must have three entries, for dx, dgamma and dbeta, got"
@@ -216,9 +216,8 @@ def checked_gradients(
     if len(given) != len(NAMES):
         msg = f"{needs} {len(given)}"
         raise ValueError(msg)
-    for name, like, array in zip(NAMES, likes, given, strict=True):
-        if accumulate and name != "x" and like is not None and array is None:
-            msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
+    for (name, like), array in zip(likes.items(), given, strict=True):
+        if accumulate and name != "out.dx" and like is not None and array is None:
+            msg = f"{name} must be the array to add to with accumulate=True, got None"
             raise ValueError(msg)
-    named = {f"out.d{name}": like for name, like in zip(NAMES, likes, strict=True)}
-    return Gradients._make(results_in(arrays, given, named, inputs, over="dy"))
+    return Gradients._make(results_in(arrays, given, likes, inputs, over="dy"))

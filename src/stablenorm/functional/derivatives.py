@@ -74,7 +74,7 @@ def backward(
         lead, parameters = check_sum_axes(sum_axes, cache)
     asked = asked_names(wrt)
     three = zip(NAMES, (x, *parameters), strict=True)
-    likes = [like if each in asked else None for each, like in three]
+    likes = {f"out.d{each}": like if each in asked else None for each, like in three}
     named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
     gradients = checked_gradients(arrays, out, likes, named, accumulate)
     sums = "added" if accumulate else "rounded"
