@@ -143,24 +143,23 @@ class Cache(NamedTuple):
         """Return the mean of each row."""
         kept = self.statistics
         if kept.mean is None:
-            return self._of_rows(kept, np.zeros_like(kept.rstd), (0.0, None), 0)
-        return self._of_rows(kept, kept.mean, (kept.mean_lo, kept.mean_tail), 0)
+            return self._of_rows(np.zeros_like(kept.rstd), 0.0, None, 0)
+        return self._of_rows(kept.mean, kept.mean_lo, kept.mean_tail, 0)
 
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
-        kept = self.statistics
-        return self._of_rows(kept, 0.0, (kept.rstd, kept.rstd_lo), 1)
+        return self._of_rows(0.0, self.statistics.rstd, self.statistics.rstd_lo, 1)
 
-    def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
-        """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
-        low, lower = words
+    def _of_rows(self, first: Any, low: Any, lower: Any, which: int) -> Array:
+        """Return ``first + (low + lower) * 2**exponent`` in one float64 per row."""
+        exponent = self.statistics.exponent
         with np.errstate(all="ignore"):
             if lower is not None:
                 # NaN of rows out of range, which have one word.
                 low = low + np.where(np.isnan(lower), 0.0, lower)
-            if kept.exponent is not None:
-                low = np.ldexp(low, kept.exponent[:, which])
+            if exponent is not None:
+                low = np.ldexp(low, exponent[:, which])
             total: Array = first + low
         lengths = enumerate(self.x.shape)
         return total.reshape([1 if i in self.axis else length for i, length in lengths])

@@ -29,8 +29,8 @@ class Layout(NamedTuple):
     # The lengths of x along the axes that count rows, at least one, and along the normalized ones.
     leading: tuple[int, ...]
     last: tuple[int, ...]
-    # How many axes count samples, parts of x with parameters or sums of their own; their number.
-    cut: int
+    # The lead of all parameters and sums together, and the number of samples that it makes.
+    lead: Lead
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
@@ -86,11 +86,7 @@ class Layout(NamedTuple):
         """Return gamma or beta as (n,); with samples as (samples, n), the same elements where it does not vary."""
         if array is None or (array.ndim == 1 == self.samples and array.flags.c_contiguous):
             return array
-        lead = (1,) * (len(self.order) - array.ndim) + array.shape
-        others = sorted(self.order[: len(self.order) - len(self.last)])
-        own = [lead[others.index(axis)] for axis in self.order[: self.cut]]
-        cut = np.ascontiguousarray(array).reshape(*own, *self.last)
-        whole = np.broadcast_to(cut, self.leading[: self.cut] + self.last)
+        whole = np.broadcast_to(np.ascontiguousarray(array), self.lead + self.last)
         return whole.reshape(self.of_samples)
 
 
@@ -98,7 +94,7 @@ class Layout(NamedTuple):
 def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> Layout:
     """Return the layout of an x whose `axes` are normalized, cut where one of `leads` is not 1."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
-    lead = np.broadcast_shapes(*leads) if leads else (1,) * len(others)
+    lead = np.broadcast_shapes((1,) * len(others), *leads)
     cut = [axis for axis, length in zip(others, lead, strict=True) if length != 1]
     rest = [axis for axis in others if axis not in cut]
     leading, last = (tuple(shape[axis] for axis in some) for some in ((*cut, *rest), axes))
@@ -106,7 +102,7 @@ def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> La
     samples = math.prod(leading[: len(cut)])
     of_samples = (samples, n) if samples > 1 else (n,)
     order = *cut, *rest, *axes
-    return Layout(order, leading or (1,), last, len(cut), samples, (rows, n), of_samples)
+    return Layout(order, leading or (1,), last, lead, samples, (rows, n), of_samples)
 
 
 def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
