@@ -22,13 +22,11 @@ _CUDA_KINDS = frozenset((2, 13))
 
 
 class Arrays(NamedTuple):
-    """How arrays of one place are read, made and compared."""
+    """How arrays of one place are converted, checked, made and compared."""
 
-    # Returns an array of this place, given a name and a value; its dtype is checked.
     convert: Callable[[str, Any], Array]
-    # Returns an array that may be written into, given a name, the array, a shape and a dtype.
-    target: Callable[..., Array]
-    # Returns a new array of a shape and a dtype, beside another.
+    target: Callable[[str, Any, tuple[int, ...], np.dtype[Any]], Array]
+    # Makes an array beside another.
     empty: Callable[[tuple[int, ...], np.dtype[Any], Any], Array]
     overlap: Callable[[Array, Array], bool]
     same_elements: Callable[[Array, Array], bool]
@@ -130,7 +128,7 @@ def mixed(name: str, value: Any, others: str) -> str:
     )
 
 
-# ---- what `axis` means: any array seen as (rows, n) ----
+# ---- axes ----
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:

@@ -131,6 +131,5 @@ def of_sample(call: Any, i: Any) -> Any:
     """Return a call with its rows, but parameters and sums of one sample, or of a slice of them."""
     gamma, beta = (None if each is None else each[i] for each in call.norm[:2])
     norm = call.norm._replace(gamma=gamma, beta=beta)
-    sums = {name: getattr(call, name, None) for name in SUMS}
-    sums = {name: total[i] for name, total in sums.items() if total is not None}
+    sums = {n: each[i] for n in SUMS if (each := getattr(call, n, None)) is not None}
     return call._replace(norm=norm, samples=1, **sums)

@@ -384,9 +384,8 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so are all the rest and the errors. There is no `dmean`.
-    cache : Cache
-        What `rms_norm_forward` returned; not a cache of `layer_norm_forward`.
+        As for `layer_norm_backward`, and so are all the rest and the errors; the cache is that of
+        `rms_norm_forward`. There is no `dmean`.
 
     Notes
     -----

@@ -50,10 +50,8 @@ def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[in
         if fits(array.shape[:leading], lengths):
             return array
         cure = f", or that after axes that broadcast against {lengths}"
-    msg = (
-        f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}{cure}, "
-        f"got {array.shape}"
-    )
+    over = f"x normalized over axis {show_axes(axes)}{cure}"
+    msg = f"{name} must have shape {shape} to match {over}, got {array.shape}"
     raise ValueError(msg)
 
 
@@ -186,8 +184,7 @@ def results_in(
     found: list[Any] = []
     for (name, like), out in zip(likes.items(), outs, strict=True):
         if like is None or out is None:
-            new = None if like is None else arrays.empty(like.shape, like.dtype, like)
-            found.append(new)
+            found.append(None if like is None else arrays.empty(like.shape, like.dtype, like))
             continue
         target = arrays.target(name, out, like.shape, like.dtype)
         for other, there in inputs.items():

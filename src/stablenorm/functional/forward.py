@@ -76,7 +76,7 @@ def forward(
 
 def _reworded(
     x: Any, norm: Norm, axis: Any, out: Any, keep: bool, residual: Any, where: Any, threads: Any
-) -> tuple[Array, Any] | None:
+) -> Any:
     """Try the kernels with other spellings of axis and eps made the usual ones, and a small x with gaps copied."""
     if type(x) is not np.ndarray or x.ndim == 0 or where is not None:
         return None
@@ -85,9 +85,7 @@ def _reworded(
     norm, rows = norm._replace(eps=check_eps(norm.eps)), x
     if out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative:
         rows = np.ascontiguousarray(x)
-    found: tuple[Array, Any] | None = plain("forward")(
-        rows, norm, -1, out, None, keep, residual, None, threads
-    )
+    found: Any = plain("forward")(rows, norm, -1, out, None, keep, residual, None, threads)
     if found is None or rows is x or not keep:
         return found
     # The cache refers to x, not to the copy.

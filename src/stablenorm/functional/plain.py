@@ -14,16 +14,7 @@ import numpy as np
 
 from stablenorm import memory
 from stablenorm.backends import implementation, run
-from stablenorm.call import (
-    READ,
-    SUMS,
-    WRITTEN,
-    Backward,
-    DoubleBackward,
-    Forward,
-    change,
-    of_sample,
-)
+from stablenorm.call import READ, SUMS, WRITTEN, Backward, Forward, change, of_sample
 from stablenorm.functional.layout import Layout, Lead, layout_of
 from stablenorm.reference.blocks import add
 from stablenorm.reference.exact import Root
@@ -49,8 +40,7 @@ def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> S
     """Do a call on arrays of the shape of x, cut by `leads`; return statistics that are kept."""
     layout = layout_of(call.x.shape, axes, *leads)
     gamma, beta = map(layout.parameter, call.norm[:2])
-    sums: dict[str, Any] = {name: getattr(call, name, None) for name in SUMS}
-    sums = {name: total for name, total in sums.items() if total is not None}
+    sums = {n: each for n in SUMS if (each := getattr(call, n, None)) is not None}
     rooms = {n: np.ascontiguousarray(each).reshape(layout.of_samples) for n, each in sums.items()}
     call = call._replace(norm=call.norm._replace(gamma=gamma, beta=beta), **rooms)
     if layout.samples > 1:
@@ -142,11 +132,11 @@ def _blocks(backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Pa
     like_x = (getattr(call, name) for name in (READ | WRITTEN).intersection(call._fields))
     is_plain = isinstance(rows, range) and not _reads_again(call)
     is_plain = is_plain and all(v is None or layout.view(v) is not None for v in like_x)
-    if is_plain or isinstance(call, DoubleBackward):
+    if is_plain or not isinstance(call, (Forward, Backward)):
         yield whole
         return
     unit = whole.plan_rows
-    if getattr(call, "samples", 1) == 1:
+    if call.samples == 1:
         is_nearest = call.norm.rounding == "nearest"
         unit = implementation("tile_rows", backend)(len(rows), n, is_nearest)
     unit = max(unit, 1)
@@ -207,10 +197,11 @@ def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> li
 
 def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
     """Do the parts, merge their sums, with old values if they are to be added, and round once."""
-    results = {name: getattr(call, name) for name in SUMS if getattr(call, name) is not None}
-    is_added, olds = call.sums == "added", dict[str, Array]()
-    for name, result in results.items():
-        olds[name] = result.astype(np.float64) if is_added else np.zeros(result.shape)
+    results = {n: each for n in SUMS if (each := getattr(call, n)) is not None}
+    is_added = call.sums == "added"
+    olds = {
+        n: each.astype(float) if is_added else np.zeros(each.shape) for n, each in results.items()
+    }
     sums: Any = {name: as_partial(old, 0.0, 0.0) for name, old in olds.items()}
     _run_parts(backend, call._replace(sums="pairs", **sums), layout, parts)
     exact: Any = {}
