@@ -57,7 +57,7 @@ def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> S
 def _run_rows(backend: str, call: Any, layout: Layout) -> Statistics | None:
     """Do a call whose arrays are in the order of a layout; return its statistics in that order."""
     count, samples = layout.shape[0], layout.samples
-    unit = count // max(samples, 1)
+    unit = count // samples
     jobs, others = [(call, [Part(range(count), call.where is not None, unit)])], None
     if call.where is not None and isinstance(call, (Forward, Backward)):
         axes = tuple(range(-len(layout.last), 0))
@@ -84,9 +84,8 @@ def _run_rows(backend: str, call: Any, layout: Layout) -> Statistics | None:
 def _joined(done: list[tuple[Part, Statistics]], count: int) -> Statistics:
     """Return the statistics of all rows, 0 for rows without an element that counts."""
     some = [each for each in done if len(each[0].rows)] or done[:1]
-    (part, kept), *_ = some
-    if len(part.rows) == count:
-        return kept
+    if len(some[0][0].rows) == count:
+        return some[0][1]
     whole: list[Array | None] = []
     for words in zip(*(kept for _, kept in some), strict=True):
         # The reference, which may have done some of the parts, keeps no spread.
@@ -198,10 +197,9 @@ def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> li
 def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
     """Do the parts, merge their sums, with old values if they are to be added, and round once."""
     results = {n: each for n in SUMS if (each := getattr(call, n)) is not None}
-    is_added = call.sums == "added"
-    olds = {
-        n: each.astype(float) if is_added else np.zeros(each.shape) for n, each in results.items()
-    }
+    olds = {n: np.zeros(each.shape) for n, each in results.items()}
+    if call.sums == "added":
+        olds = {n: each.astype(np.float64) for n, each in results.items()}
     sums: Any = {name: as_partial(old, 0.0, 0.0) for name, old in olds.items()}
     _run_parts(backend, call._replace(sums="pairs", **sums), layout, parts)
     exact: Any = {}
