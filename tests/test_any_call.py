@@ -170,13 +170,6 @@ def test_any_call(call):
     check(call)
 
 
-def test_every_place_over_all_axes():
-    """Arrays without a (rows, n) view, of which one row is all there is, were refused."""
-    places = [Place(), Place(1), Place(0, 2), Place(0, 1, 0, 1), Place(0, 1, 8, 0, True)]
-    for place, out in itertools.product((*calls.INPUTS, *places), (None, *places)):
-        check(Call(1, (3, 4), (0, 1), (f4,) * 4, (place,) * 4, (out, out), 1.0, 1e-5))
-
-
 @pytest.mark.parametrize("dtype", [f2, bf, f4], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 def test_every_length_has_the_bits_of_the_reference(rng, dtype, offset):

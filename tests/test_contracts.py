@@ -16,7 +16,6 @@ import stablenorm
 from stablenorm import (
     LayerNorm,
     RMSNorm,
-    backends,
     exact_layer_norm,
     layer_norm_backward,
     layer_norm_forward,
@@ -126,40 +125,23 @@ def test_an_axis_of_none_is_all_axes(rng):
 
 
 @pytest.mark.parametrize("axis", [{}, {"axis": (1, 2)}], ids=["the last axes", "these"])
-def test_layer_holds_what_it_says(rng, dtype, axis):
-    norm = LayerNorm((3, 4), **axis, dtype=dtype)
-    x = rng.standard_normal((2, 3, 4)).astype(dtype)
-    y = norm.forward(x)
+@pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
+def test_layers_hold_what_they_say_and_pass_on_the_rest(rng, dtype, axis, layer, kind):
+    x, residual, dy, dsum = rng.standard_normal((4, 2, 3, 4)).astype(dtype)
+    norm, (forward, backward, _) = layer((3, 4), **axis, dtype=dtype), NORMS[kind]
+    keywords = {"residual": residual, "where": np.arange(2)[:, None, None] == 0}
+    y, cache = forward(x, *map(norm.parameters.get, ("gamma", "beta")), axis=(1, 2), **keywords)
+    assert_same((norm.forward(x, **keywords), norm.cache.x), (y, cache.x))
     assert norm.gradients == {}
-    dx = norm.backward(y)
-    expected = layer_norm_forward(x, axis=(1, 2))
-    np.testing.assert_array_equal(expected[0], y)
-    np.testing.assert_array_equal(layer_norm_backward(y, expected[1]).dx, dx)
+    assert_same([norm.backward(dy, dsum=dsum)], [backward(dy, cache, dsum=dsum).dx])
     shapes = {name: gradient.shape for name, gradient in norm.gradients.items()}
-    assert shapes == dict.fromkeys(("gamma", "beta"), (3, 4))
-    assert LayerNorm(4, gamma=False).parameters.keys() == {"beta"}
+    assert shapes == dict.fromkeys(norm.parameters, (3, 4))
     assert "eps=1e-05" in repr(norm)
 
 
-@pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
-def test_layers_pass_on_what_a_call_brings(rng, layer, kind, monkeypatch):
-    # Kernels of RMS norm with a dsum would only be compiled for this.
-    monkeypatch.setattr(backends, "_default", lambda: "numpy")
-    x, residual, dy, dsum = rng.standard_normal((4, 6, 5), dtype=np.float32)
-    norm, where = layer(5), np.arange(6)[:, None] % 2 == 0
-    forward, backward = (
-        getattr(stablenorm, f"{kind}_norm_{part}") for part in ("forward", "backward")
-    )
-    parameters = norm.parameters.get("gamma"), norm.parameters.get("beta")
-    keywords = {"residual": residual, "where": where}
-    y, cache = forward(x, *parameters, **keywords)
-    np.testing.assert_array_equal(norm.forward(x, **keywords), y)
-    np.testing.assert_array_equal(norm.cache.x, cache.x)
-    np.testing.assert_array_equal(norm.backward(dy, dsum=dsum), backward(dy, cache, dsum=dsum).dx)
-
-
-def test_bfloat16_by_name():
-    assert LayerNorm(4, dtype="bfloat16").parameters["gamma"].dtype == ml_dtypes.bfloat16
+def test_parameters_of_a_layer():
+    parameters = LayerNorm(4, gamma=False, dtype="bfloat16").parameters
+    assert {name: each.dtype for name, each in parameters.items()} == {"beta": ml_dtypes.bfloat16}
 
 
 # ---- the statistics that a cache shows ----

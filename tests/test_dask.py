@@ -98,7 +98,7 @@ def test_families(name, dtype, rng):
     ("axis", "lead", "mask"),
     # The last of the first line: a gamma of the shape of x, whose axes are not where those of x are.
     [(0, (), None), (1, (), None), ((0, 2), (), None), ((1, -1), (), None), ((0, 1, 2), (), None),
-     (2, (5, 1), None), (2, (9,), None), (2, (5, 9), None), ((0, 2), (9,), None),
+     (2, (5, 1), None), (2, (9,), None), (2, (5, 9), None), ((0, 2), (9,), None), (1, (5, 8), (1, 8)),
      *((2, (), mask) for mask in [(5, 9, 1), (9, 1), (5, 9, 8), (8,)])],
 )  # fmt: skip
 def test_axes_leading_gammas_masks_and_what_is_added(rng, axis, lead, mask):

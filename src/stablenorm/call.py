@@ -107,17 +107,17 @@ def change(
     call: Any, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
 ) -> Any:
     """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
-    changed: dict[str, Any] = {}
-    for name, value in zip(call._fields, call, strict=True):
-        if value is None:
+    values = list(call)
+    for i, name in enumerate(call._fields):
+        if values[i] is None:
             continue
         if name in READ or name in WRITTEN:
-            changed[name] = read(value) if name in READ else written(value)
+            values[i] = read(values[i]) if name in READ else written(values[i])
         elif name == "statistics":
-            changed[name] = value.of_rows(rows)
+            values[i] = values[i].of_rows(rows)
         elif name in ("dmean", "drstd"):
-            changed[name] = value[rows]
-    return call._replace(**changed)
+            values[i] = values[i][rows]
+    return tuple.__new__(type(call), values)
 
 
 def sample(call: Any, i: int) -> Any:

@@ -123,10 +123,8 @@ class Cache(NamedTuple):
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
-        x, gamma, beta = (
-            None if each is None else f"{each.dtype} {each.shape}"
-            for each in (self.x, *self.norm[:2])
-        )
+        shown = self.x, *self.norm[:2]
+        x, gamma, beta = (each if each is None else f"{each.dtype} {each.shape}" for each in shown)
         return (
             f"Cache(x: {x}, gamma: {gamma}, beta: {beta}, axis: {self.axis}, "
             f"statistics: {self.statistics.nbytes} bytes, backend: {self.backend!r}, "

@@ -26,7 +26,8 @@ def checked_norm(
         None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
     )
-    eps, offset = check_eps(norm.eps), real("gamma_offset", gamma_offset)
+    eps, is_float = check_eps(norm.eps), type(gamma_offset) is float
+    offset = gamma_offset if is_float else real("gamma_offset", gamma_offset)
     if not math.isfinite(offset):
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)

@@ -76,8 +76,9 @@ class Layout(NamedTuple):
 
     def numbers(self) -> Array | None:
         """Return which row of x, in C order, each row of this layout is; None if it is the same."""
-        by = np.argsort(self.order[: len(self.order) - len(self.last)])
-        if (by[:-1] < by[1:]).all():
+        axes = self.order[: len(self.order) - len(self.last)]
+        by = sorted(range(len(axes)), key=axes.__getitem__)
+        if by == sorted(by):
             return None
         rows = np.arange(self.shape[0]).reshape([self.leading[i] for i in by])
         return rows.transpose(np.argsort(by)).reshape(-1)

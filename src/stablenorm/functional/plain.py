@@ -1,8 +1,7 @@
 """
 Make any call plain: a backend gets its rows as they lie or, if they are not plain, as copies of blocks.
 
-Rows without an element that counts are left out. This module also rounds sums that are made in parts or added to old
-values.
+Rows without an element that counts are left out; sums made in parts are rounded at the end.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ def _run_rows(backend: str, call: Any, layout: Layout) -> Statistics | None:
     jobs, others = [(call, [Part(range(count), call.where is not None, unit)])], None
     if call.where is not None and isinstance(call, (Forward, Backward)):
         axes = tuple(range(-len(layout.last), 0))
-        whole, some = (
-            each(axis=axes).reshape(samples, -1) for each in (call.where.all, call.where.any)
-        )
+        which = call.where.all, call.where.any
+        whole, some = (each(axis=axes).reshape(samples, -1) for each in which)
         jobs, others = [], np.flatnonzero(~some)
         for i in range(samples):
             sets = [
@@ -128,16 +126,16 @@ def _reads_again(call: Any) -> bool:
 def _blocks(backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Part]:
     """Cut rows that are not plain into blocks of whole tiles or samples: no bit depends on them."""
     rows, n = whole.rows, layout.shape[1]
-    like_x = (getattr(call, name) for name in (READ | WRITTEN).intersection(call._fields))
+    fields = zip(call._fields, call, strict=True)
+    like_x = [v for n, v in fields if v is not None and (n in READ or n in WRITTEN)]
     is_plain = isinstance(rows, range) and not _reads_again(call)
-    is_plain = is_plain and all(v is None or layout.view(v) is not None for v in like_x)
+    is_plain = is_plain and all(layout.view(each) is not None for each in like_x)
     if is_plain or not isinstance(call, (Forward, Backward)):
         yield whole
         return
     unit = whole.plan_rows
     if call.samples == 1:
-        is_nearest = call.norm.rounding == "nearest"
-        unit = implementation("tile_rows", backend)(len(rows), n, is_nearest)
+        unit = implementation("tile_rows", backend)(len(rows), n, call.norm.rounding == "nearest")
     unit = max(unit, 1)
     step = max(BLOCK // (unit * n * call.x.itemsize), 1) * unit
     for start in range(0, max(len(rows), 1), step):
@@ -163,13 +161,14 @@ def _run_part(backend: str, call: Any, layout: Layout, some: Part) -> Any:
             written.append((array, found))
         return found
 
-    where = call.where if some.masked else None
-    seen = change(call._replace(where=where), read, write, _index(rows))
+    if call.where is not None and not some.masked:
+        call = call._replace(where=None)
+    seen = change(call, read, write, _index(rows))
     if isinstance(rows, range) and layout.samples > 1:
         first, stop = rows.start // some.plan_rows, rows.stop // some.plan_rows
         seen = of_sample(seen, first if stop - first == 1 else slice(first, stop))
         seen = seen._replace(samples=stop - first)
-    if isinstance(call, Backward):
+    if isinstance(call, Backward) and some.plan_rows != len(rows):
         seen = seen._replace(plan_rows=some.plan_rows)
     kept = run(backend, seen)
     for array, found in written:
