@@ -1,6 +1,8 @@
-"""Broken by promises beside numbers: imports, names, inputs, dtypes, empties, memory."""
+"""Broken by promises beside y and gradients: imports, names, dtypes, empties, layers, what a cache shows."""
 
+import pickle
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import ml_dtypes
@@ -8,9 +10,16 @@ import numpy as np
 import pytest
 from interpreter import python
 from norms import NORMS, assert_same, compute
+from rationals import rational, square_root
 
 import stablenorm
-from stablenorm import LayerNorm, RMSNorm, backends, layer_norm_backward, layer_norm_forward
+from stablenorm import (
+    LayerNorm,
+    RMSNorm,
+    exact_layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+)
 
 ROOT = Path(__file__).parents[1]
 HEAVY = "torch tensorflow jax autograd cupy dask distributed matplotlib rich sympy scipy thinc onnxruntime"
@@ -116,37 +125,92 @@ def test_an_axis_of_none_is_all_axes(rng):
 
 
 @pytest.mark.parametrize("axis", [{}, {"axis": (1, 2)}], ids=["the last axes", "these"])
-def test_layer_holds_what_it_says(rng, dtype, axis):
-    norm = LayerNorm((3, 4), **axis, dtype=dtype)
-    x = rng.standard_normal((2, 3, 4)).astype(dtype)
-    y = norm.forward(x)
+@pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
+def test_layers_hold_what_they_say_and_pass_on_the_rest(rng, dtype, axis, layer, kind):
+    x, residual, dy, dsum = rng.standard_normal((4, 2, 3, 4)).astype(dtype)
+    norm, (forward, backward, _) = layer((3, 4), **axis, dtype=dtype), NORMS[kind]
+    keywords = {"residual": residual, "where": np.arange(2)[:, None, None] == 0}
+    y, cache = forward(x, *map(norm.parameters.get, ("gamma", "beta")), axis=(1, 2), **keywords)
+    assert_same((norm.forward(x, **keywords), norm.cache.x), (y, cache.x))
     assert norm.gradients == {}
-    dx = norm.backward(y)
-    expected = layer_norm_forward(x, axis=(1, 2))
-    np.testing.assert_array_equal(expected[0], y)
-    np.testing.assert_array_equal(layer_norm_backward(y, expected[1]).dx, dx)
+    assert_same([norm.backward(dy, dsum=dsum)], [backward(dy, cache, dsum=dsum).dx])
     shapes = {name: gradient.shape for name, gradient in norm.gradients.items()}
-    assert shapes == dict.fromkeys(("gamma", "beta"), (3, 4))
-    assert LayerNorm(4, gamma=False).parameters.keys() == {"beta"}
+    assert shapes == dict.fromkeys(norm.parameters, (3, 4))
     assert "eps=1e-05" in repr(norm)
 
 
-@pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
-def test_layers_pass_on_what_a_call_brings(rng, layer, kind, monkeypatch):
-    # Kernels of RMS norm with a dsum would only be compiled for this.
-    monkeypatch.setattr(backends, "_default", lambda: "numpy")
-    x, residual, dy, dsum = rng.standard_normal((4, 6, 5), dtype=np.float32)
-    norm, where = layer(5), np.arange(6)[:, None] % 2 == 0
-    forward, backward = (
-        getattr(stablenorm, f"{kind}_norm_{part}") for part in ("forward", "backward")
+def test_parameters_of_a_layer():
+    parameters = LayerNorm(4, gamma=False, dtype="bfloat16").parameters
+    assert {name: each.dtype for name, each in parameters.items()} == {"beta": ml_dtypes.bfloat16}
+
+
+# ---- the statistics that a cache shows ----
+
+LIMIT = Fraction(501, 1000)
+
+
+def ulp(value):
+    return Fraction(float(np.spacing(abs(float(value)))))
+
+
+def check(cache, x, eps, c):
+    exact = exact_layer_norm(x, eps=eps)
+    statistics = zip(cache.mean.ravel().tolist(), cache.rstd.ravel().tolist(), strict=True)
+    for row, (mean, rstd) in enumerate(statistics):
+        center, square = exact.mean(row), exact.var(row) + Fraction(eps)
+        spread = abs(rational(x[row]) - center).mean()
+        assert abs(Fraction(mean) - center) <= LIMIT * ulp(center) + c * spread
+        if rstd == np.inf:
+            assert square * Fraction(np.finfo(float).max) ** 2 < 1
+            continue
+        right = 1 / square_root(square, 60)
+        assert abs(Fraction(rstd) - right) <= LIMIT * ulp(rstd) + c * right
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_statistics_are_near_the_exact_ones(rng, dtype, backend, offset, eps):
+    x = (offset + rng.standard_normal((3, 33))).astype(dtype)
+    cache = layer_norm_forward(x, eps=eps, backend=backend)[1]
+    assert cache.mean.dtype == cache.rstd.dtype == np.float64
+    check(cache, x, eps, Fraction(1, 2**98 if dtype.itemsize == 8 else 2**48))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_statistics_of_hard_rows(rng, backend, eps):
+    """Rows out of range, rows that need a third word of the mean, and an rstd that float64 cannot hold."""
+    x = rng.standard_normal((7, 33)) * [[1], [1e300], [1e-310], [1], [1], [1], [1]]
+    for row, value in ((3, 1.7), (4, 1e200)):
+        x[row] = value + np.spacing(value) * (x[row] > 1)
+    x[5] -= x[5].mean()
+    cache = layer_norm_forward(x, eps=eps, backend=backend)[1]
+    assert np.isnan(cache.statistics.rstd_lo[[1, 4]]).all()
+    check(cache, x, eps, Fraction(1, 2**98))
+    assert np.isinf(cache.rstd[2]) == (eps == 0)
+
+
+@pytest.mark.parametrize("n", [64, 1024, 40_000])
+def test_a_guess_of_outliers_alone_is_made_again(n, backend):
+    """Otherwise var = s - d**2 loses log2(n / 8) bits: the forward guesses the mean from x[:, :: n // 8]."""
+    x = np.random.default_rng(n).standard_normal((1, n)).astype(np.float32)
+    x[:, :: n // 8] += 1e4
+    check(layer_norm_forward(x, backend=backend)[1], x, 1e-5, Fraction(1, 2**48))
+
+
+def test_statistics_of_no_rows_and_of_nan(backend):
+    assert layer_norm_forward(np.ones((0, 4)), backend=backend)[1].mean.shape == (0, 1)
+    x = np.array([[1, np.nan], [1, np.inf], [1, 3]], np.float32)
+    cache = layer_norm_forward(x, eps=0.0, backend=backend)[1]
+    assert np.isnan(cache.rstd[:2]).all()
+    assert (cache.mean[2], cache.rstd[2]) == (2, 1)
+
+
+def test_a_cache_prints_on_one_line():
+    x = np.ones((2, 3, 4), np.float16)
+    _, cache = layer_norm_forward(x, np.ones(4, np.float32), backend="numpy")
+    assert repr(cache) == (
+        "Cache(x: float16 (2, 3, 4), gamma: float32 (4,), beta: None, axis: (2,), "
+        "statistics: 144 bytes, backend: 'numpy', rounding: 'fast')"
     )
-    parameters = norm.parameters.get("gamma"), norm.parameters.get("beta")
-    keywords = {"residual": residual, "where": where}
-    y, cache = forward(x, *parameters, **keywords)
-    np.testing.assert_array_equal(norm.forward(x, **keywords), y)
-    np.testing.assert_array_equal(norm.cache.x, cache.x)
-    np.testing.assert_array_equal(norm.backward(dy, dsum=dsum), backward(dy, cache, dsum=dsum).dx)
-
-
-def test_bfloat16_by_name():
-    assert LayerNorm(4, dtype="bfloat16").parameters["gamma"].dtype == ml_dtypes.bfloat16
+    assert pickle.loads(pickle.dumps(cache)).mean.tolist() == cache.mean.tolist()
+    assert len(tuple(cache)) == len(cache._fields)

@@ -98,7 +98,7 @@ def test_families(name, dtype, rng):
     ("axis", "lead", "mask"),
     # The last of the first line: a gamma of the shape of x, whose axes are not where those of x are.
     [(0, (), None), (1, (), None), ((0, 2), (), None), ((1, -1), (), None), ((0, 1, 2), (), None),
-     (2, (5, 1), None), (2, (9,), None), (2, (5, 9), None), ((0, 2), (9,), None),
+     (2, (5, 1), None), (2, (9,), None), (2, (5, 9), None), ((0, 2), (9,), None), (1, (5, 8), (1, 8)),
      *((2, (), mask) for mask in [(5, 9, 1), (9, 1), (5, 9, 8), (8,)])],
 )  # fmt: skip
 def test_axes_leading_gammas_masks_and_what_is_added(rng, axis, lead, mask):
@@ -204,16 +204,6 @@ def test_columns_that_tie_are_decided(dtype):
 # ---- classes, what is asked for, no rows, nothing computed early ----
 
 
-def test_the_class_takes_dask_arrays(rng):
-    x, gamma, _, dy = make(rng)
-    found = []
-    for given, cotangent in ((x, dy), (cut(rng, x), cut(rng, dy))):
-        norm = LayerNorm(8, rounding="nearest")
-        norm.parameters["gamma"][:] = gamma
-        found.append([norm.forward(given), norm.backward(cotangent), *norm.gradients.values()])
-    same(dask.compute(found[1])[0], found[0])
-
-
 def test_only_what_is_asked(rng):
     x, gamma, beta, dy = make(rng)
     _, cache = layer_norm_forward(cut(rng, x), gamma, beta, rounding="nearest")
@@ -247,6 +237,8 @@ def test_nothing_is_computed_before_it_is_asked_for():
     gradients = layer_norm_backward(x, cache, dsum=x)
     assert (gradients.dx.shape, gradients.dgamma.shape) == ((4, 6), (6,))
     assert (cache.axis, cache.rstd.shape, layer_norm(x).shape) == ((1,), (4, 1), (4, 6))
+    norm = LayerNorm(6)
+    assert norm.backward(norm(x)).shape == norm.cache.x.shape == (4, 6)
     # The cache is a record that Dask leaves as it is.
     assert dask.compute(cache) == dask.persist(cache) == (cache,)
     with pytest.raises(pytest.fail.Exception, match="before it was asked for"):
@@ -269,10 +261,7 @@ def test_nothing_is_computed_before_it_is_asked_for():
         (lambda x: layer_norm(x, where=x), TypeError, "where must be an array of bool, got float32"),
         (lambda x: layer_norm(x, where=x[:3] > 0), ValueError, "where must broadcast to the shape"),
         (lambda x: layer_norm(x, where=x[x[:, 0] > 0] > 0), ValueError, "where must have known chunk"),
-        (lambda x: layer_norm(x, eps=-1), ValueError, "eps must be finite and >= 0"),
         (lambda x: layer_norm(x, axis=2), ValueError, "axis must name axes of x"),
-        (lambda x: layer_norm(x[:, :0]), ValueError, "at least one element along axis 1"),
-        (lambda x: layer_norm(x, rounding="up"), ValueError, "rounding must be"),
         (lambda x: layer_norm(x, backend="fast"), ValueError, "backend must be one of"),
         (lambda x: layer_norm(x, out=np.empty((4, 6))), ValueError, "out cannot be combined with a Dask array.*store"),
         (lambda x: layer_norm(np.ones((4, 6)), x[0]), TypeError, r"gamma must be in memory.*compute"),

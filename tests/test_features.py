@@ -17,15 +17,6 @@ from stablenorm import (
 from stablenorm.testing.families import Case
 from stablenorm.types import bfloat16
 
-
-def add(dy, cache, old):
-    """Return dgamma and dbeta, added to copies of `old`."""
-    out = [None, *(each.copy() for each in old)]
-    found = layer_norm_backward(dy, cache, wrt=("gamma", "beta"), out=out, accumulate=True)
-    assert all(one is there for one, there in zip(found, out, strict=True))
-    return out[1:]
-
-
 # ---- accumulate ----
 
 
@@ -34,10 +25,13 @@ def test_an_old_value_that_is_not_finite_spoils_its_column_alone(rng, rounding, 
     x, dy = rng.standard_normal((2, 7, 5)).astype(dtype)
     ones = np.ones(5, dtype)
     _, cache = layer_norm_forward(x, ones, ones, backend=backend, rounding=rounding)
-    clean = add(dy, cache, [ones, ones])
-    old = ones.copy()
-    old[:3] = np.inf, -np.inf, -np.nan
-    for total, expected in zip(add(dy, cache, [old, old]), clean, strict=True):
+    spoiled = ones.copy()
+    spoiled[:3] = np.inf, -np.inf, -np.nan
+    clean, sums = ([None, old.copy(), old.copy()] for old in (ones, spoiled))
+    for out in (clean, sums):
+        found = layer_norm_backward(dy, cache, wrt=("gamma", "beta"), out=out, accumulate=True)
+        assert all(one is there for one, there in zip(found, out, strict=True))
+    for total, expected in zip(sums[1:], clean[1:], strict=True):
         assert not np.isfinite(total[:3]).any()
         if rounding == "nearest":
             # NaN has one bit pattern there.
@@ -136,11 +130,27 @@ def test_a_mask_and_a_residual(rng, backend):
         total = x + dy
     expected = layer_norm(total, gamma, beta, where=where, backend=backend)
     assert_same((cache.x, y), (total, expected))
-    dx = layer_norm_backward(dy, cache, dsum=x).dx
-    rows = where[:, 0]
-    alone = layer_norm_forward(total[rows], gamma, beta, backend=backend)[1]
-    of_rows = layer_norm_backward(dy[rows], alone, dsum=x[rows]).dx
-    assert_same((dx[rows], dx[::3]), (of_rows, x[::3]))
+
+
+# ---- samples ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_samples_of_which_kernels_do_some(rng, masked, backend):
+    """The reference does a sample whose gamma is out of range, or without a row that counts, and keeps no spread."""
+    x, dy = rng.standard_normal((2, 2, 3, 4))
+    gamma, where = np.ones((2, 1, 4)), None
+    if masked:
+        where = np.array([True, False]).reshape(2, 1, 1)
+    else:
+        gamma[1] = 1e300
+    how = {"rounding": "nearest", "backend": backend}
+    y, cache = layer_norm_forward(x, gamma, where=where, **how)
+    found = layer_norm_backward(dy, cache)
+    for i in range(1 if masked else 2):
+        one, kept = layer_norm_forward(x[i], gamma[i, 0], **how)
+        dx, dgamma, _ = layer_norm_backward(dy[i], kept)
+        assert_same((y[i], found.dx[i], found.dgamma[i, 0]), (one, dx, dgamma))
 
 
 # ---- sum_axes ----

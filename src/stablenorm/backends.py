@@ -8,6 +8,7 @@ from typing import Any
 
 from stablenorm import reference
 from stablenorm.arrays import HOST, Arrays
+from stablenorm.call import OPERATIONS
 
 # A backend is a module with a function for each operation. Backends for NumPy arrays:
 BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
@@ -16,8 +17,9 @@ BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 
-def run(operation: str, backend: str, call: Any) -> Any:
+def run(backend: str, call: Any) -> Any:
     """Do a call by a backend or, where that declines it, by the reference; return what it returns."""
+    operation = OPERATIONS[type(call)]
     found = implementation(operation, backend)(call)
     return getattr(reference, operation)(call) if found is NotImplemented else found
 
@@ -51,36 +53,33 @@ def _default() -> str:
     return "native"
 
 
-def choose(backend: str | None) -> str:
-    """Return the name of the backend to use for NumPy's arrays: the one asked for, or the default."""
+def choose(backend: str | None, on_device: bool = False) -> str:
+    """Return the name of the backend to use: the one asked for, or the default for these arrays."""
+    if on_device:
+        if backend not in (None, "cuda"):
+            msg = (
+                f'backend must be "cuda" for an x on a CUDA device, got {backend!r}; for the '
+                "others copy x to the host, as its method get does"
+            )
+            raise ValueError(msg)
+        return "cuda"
     if backend is None:
         return _default()
+    if backend == "cuda":
+        # First say whether this machine lacks something.
+        _cuda().check_usable()
+        msg = (
+            'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '
+            "pass cupy.asarray(x)"
+        )
+        raise TypeError(msg)
     if backend not in BACKENDS:
-        if backend == "cuda":
-            # First say whether this machine lacks something.
-            _cuda().check_usable()
-            msg = (
-                'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '
-                "pass cupy.asarray(x)"
-            )
-            raise TypeError(msg)
         msg = f"backend must be one of {', '.join(map(repr, _MODULES))}, got {backend!r}"
         raise ValueError(msg)
     if backend == "native":
         # Loading raises ImportError with the reason.
         implementation("forward", backend)
     return backend
-
-
-def choose_cuda(backend: str | None) -> str:
-    """Return "cuda", the only backend for arrays on a CUDA device."""
-    if backend not in (None, "cuda"):
-        msg = (
-            f'backend must be "cuda" for an x on a CUDA device, got {backend!r}; for the others '
-            "copy x to the host, as its method get does"
-        )
-        raise ValueError(msg)
-    return "cuda"
 
 
 def arrays_of(backend: str) -> Arrays:

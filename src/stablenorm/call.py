@@ -11,9 +11,8 @@ reference does all of the call. Otherwise it does all of the call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from stablenorm.types import Array, Norm, Statistics
 
@@ -53,8 +52,9 @@ class Backward(NamedTuple):
     drstd: Array | None = None
     # The mask of `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
-    # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta; or
-    # "exact": exact sums are added to those of the columns that do not hold 0.
+    # "rounded"; "pairs": partial sums, as in `reference.partial`, are added to those in dgamma and
+    # dbeta; "exact": exact sums are added to those of the columns that do not hold 0; for
+    # `functional` alone, "added": sums are added to values, and rounded once.
     sums: str = "rounded"
     samples: int = 1
     threads: int | None = None
@@ -91,48 +91,45 @@ class DoubleBackward(NamedTuple):
     where: Any = None
 
 
+# The operation of each record.
+OPERATIONS = {
+    Forward: "forward", Backward: "backward", Jvp: "jvp", DoubleBackward: "double_backward",
+}  # fmt: skip
+
 # The fields that hold arrays of the shape of x: inputs and results.
 READ = frozenset({"x", "dy", "residual", "dsum", "where", "tx", "ddx"})
 WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
-_SUMS = "dgamma", "dbeta"
-
-Call = TypeVar("Call", bound=Any)
+# Results that are sums over rows.
+SUMS = "dgamma", "dbeta"
 
 
 def change(
-    call: Call, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
-) -> Call:
+    call: Any, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
+) -> Any:
     """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
     values = list(call)
-    record: Any = type(call)
-    for i, name in _like_x(record):
+    for i, name in enumerate(call._fields):
         if values[i] is None:
             continue
-        if name in READ:
-            values[i] = read(values[i])
-        elif name in WRITTEN:
-            values[i] = written(values[i])
-        else:
-            values[i] = values[i].of_rows(rows) if name == "statistics" else values[i][rows]
-    return tuple.__new__(record, values)  # type: ignore[no-any-return]
+        if name in READ or name in WRITTEN:
+            values[i] = read(values[i]) if name in READ else written(values[i])
+        elif name == "statistics":
+            values[i] = values[i].of_rows(rows)
+        elif name in ("dmean", "drstd"):
+            values[i] = values[i][rows]
+    return tuple.__new__(type(call), values)
 
 
-@functools.cache
-def _like_x(record: Any) -> list[tuple[int, str]]:
-    """Return the places and names of the fields of a record that have an entry for each row."""
-    like_x = READ | WRITTEN | {"dmean", "drstd", "statistics"}
-    return [(i, name) for i, name in enumerate(record._fields) if name in like_x]
-
-
-def sample(call: Call, i: int) -> Call:
+def sample(call: Any, i: int) -> Any:
     """Return the call of one sample of a call of several; its arrays are views."""
     count = len(call.x) // call.samples
     rows = slice(i * count, (i + 1) * count)
-    found = change(call, lambda array: array[rows], lambda array: array[rows], rows)
-    sums = {name: part(getattr(call, name), i) for name in _SUMS if name in call._fields}
-    return found._replace(norm=call.norm.sample(i), samples=1, **sums)  # type: ignore[no-any-return]
+    return of_sample(change(call, lambda array: array[rows], lambda array: array[rows], rows), i)
 
 
-def part(array: Any, i: Any) -> Any:
-    """Return ``array[i]``, or None for None."""
-    return None if array is None else array[i]
+def of_sample(call: Any, i: Any) -> Any:
+    """Return a call with its rows, but parameters and sums of one sample, or of a slice of them."""
+    gamma, beta = (None if each is None else each[i] for each in call.norm[:2])
+    norm = call.norm._replace(gamma=gamma, beta=beta)
+    sums = {n: each[i] for n in SUMS if (each := getattr(call, n, None)) is not None}
+    return call._replace(norm=norm, samples=1, **sums)

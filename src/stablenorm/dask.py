@@ -21,19 +21,22 @@ from dask.array import Array, blockwise, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
+from stablenorm import memory
 from stablenorm.arrays import HOST, is_lazy, normalize_axes
 from stablenorm.backends import choose
+from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
-from stablenorm.functional import backward as functional_backward
-from stablenorm.functional import checks, masks
+from stablenorm.functional import checks
 from stablenorm.functional import forward as functional
-from stablenorm.functional.combinations import DASK, refuse
+from stablenorm.functional.combinations import DASK, check_combinations
+from stablenorm.functional.derivatives import run_passes
 from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
 # An array whose axes are some of those of x, and which; or two times None.
 Operand = tuple[Any, Any]
+_NOTHING: Operand = None, None
 
 # How many sums are merged at a time: enough that the tree is a small part of the tasks.
 _FAN_IN = 8
@@ -62,17 +65,15 @@ def check_blocks(name: str, array: Array) -> None:
     if any(math.isnan(length) for length in array.shape):
         msg = f"{name} must have known chunk sizes, got {array.chunks}; call compute_chunk_sizes()"
         raise ValueError(msg)
-    if type(array._meta) is not np.ndarray:
-        msg = (
-            f"{name} must be a Dask array of NumPy arrays, got one of {type(array._meta).__name__}"
-        )
+    if (kind := type(array._meta)) is not np.ndarray:
+        msg = f"{name} must be a Dask array of NumPy arrays, got one of {kind.__name__}"
         raise TypeError(msg)
 
 
 def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
     """Return `value`, whose axes are these of x or have length 1, cut as x is."""
     if value is None:
-        return None, None
+        return _NOTHING
     if not is_lazy(value):
         # One block of a name that is always the same, which all tasks refer to.
         value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
@@ -85,13 +86,9 @@ def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
 def of_blocks(
     name: str, function: Any, *operands: Operand, dtype: Any = object, ones: tuple[int, ...] = ()
 ) -> Array:
-    """
-    Return the array whose blocks a function makes of those of the operands; like the first, but for `ones`.
-
-    With `dtype` object they are no arrays. Along the axes `ones` they have length 1.
-    """
+    """Return what a function makes of blocks of operands: like the first, but 1 along `ones`."""
     axes = operands[0][1]
-    made = blockwise(
+    return blockwise(  # type: ignore[no-any-return]
         function,
         axes,
         *itertools.chain.from_iterable(operands),
@@ -101,12 +98,6 @@ def of_blocks(
         align_arrays=False,
         adjust_chunks=dict.fromkeys(ones, 1),
     )
-    if ones:
-        # Few ask for the statistics: no tasks yet.
-        return made  # type: ignore[no-any-return]
-    # Tasks: merged by Dask, 256 chunks took 0.39 s, so 0.34 (forward and backward, 2-core AMD EPYC).
-    layers = {**made.dask.layers, name: dict(made.dask.layers[name])}
-    return Array(HighLevelGraph(layers, made.dask.dependencies), name, made.chunks, meta=made)
 
 
 def renamed(made: Array, what: str) -> str:
@@ -121,12 +112,8 @@ def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
     return of_blocks(renamed(made, what), getitem, *operands, dtype=dtype)
 
 
-def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand:
-    """
-    Return an operand cut like `like`, whose axes are these of `parts`; the other axes are merged away.
-
-    The order is that of the blocks, whoever merges them, and whenever.
-    """
+def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
+    """Return sums cut like `like`, of these axes of `parts`; along others blocks merge in order."""
     groups, tasks = dict[Any, list[Any]](), dict[Any, Task]()
     for at in itertools.product(*map(range, parts.numblocks)):
         counts = zip(axes, like.numblocks, strict=True)
@@ -137,7 +124,7 @@ def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand
             starts = range(0, len(leaves), _FAN_IN)
             keys = [(*key, level, i) for i in starts] if len(leaves) > _FAN_IN else [key]
             for made, i in zip(keys, starts, strict=True):
-                tasks[made] = Task(made, merge, *leaves[i : i + _FAN_IN])
+                tasks[made] = Task(made, sums.merged, *leaves[i : i + _FAN_IN])
             leaves[:] = map(TaskRef, keys)
             if keys == [key]:
                 break
@@ -147,31 +134,11 @@ def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand
 
 class LazyCache(SimpleNamespace):
     """
-    The cache of a forward on a Dask array: a record of lazy arrays, computed with the gradients.
+    The cache of a forward on a Dask array: what `Cache` has, by the same names, as lazy arrays.
 
-    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is.
-
-    Attributes
-    ----------
-    x : dask.array.Array
-        What was normalized: the x that was given, or its sum with the residual.
-    norm, gamma
-        As in `Cache`; gamma and beta are what was given.
-    axis : tuple of int
-        The axes normalized together.
-    mean, rstd : dask.array.Array
-        As in `Cache`, but lazy.
+    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is. The
+    blocks of `kept` are caches without x, gamma and beta.
     """
-
-    x: Array
-    norm: Norm
-    gamma: Any
-    axis: tuple[int, ...]
-    backend: str
-    mean: Array
-    rstd: Array
-    # Its blocks are caches without x, gamma and beta, in place of arrays.
-    kept: Array
 
     def __repr__(self) -> str:
         """Return the shape, the dtype and the number of blocks on one line."""
@@ -188,11 +155,10 @@ def forward(
 ) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
     residual, where = added
-    if out is not None:
-        refuse("out", DASK)
+    check_combinations([DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
-    norm = checks.checked_norm(LAZY, norm, x.shape, axes, chosen)
+    norm = checks.checked_norm(LAZY, norm, x.shape, axes)
     if cut := [axis - x.ndim for axis in axes if x.numblocks[axis] > 1]:
         msg = (
             f"x has {x.numblocks[cut[0]]} chunks along axis {cut[0]}, which is normalized; "
@@ -204,9 +170,9 @@ def forward(
     if is_lazy(where):
         # Its elements are looked at block by block.
         check_blocks("where", where)
-        masks.check_mask(where, x.shape)
+        checks.check_mask(where, x.shape)
     elif where is not None:
-        where = masks.check_where(where, x.shape, axes, norm.rounding)
+        where = checks.check_where(where, x.shape, axes, norm.rounding)
     operands = (
         (x, every),
         operand("residual", residual, x, every),
@@ -221,14 +187,12 @@ def forward(
     y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
     if residual is not None:
         x = part_of(made, 2, "sum", x.dtype)
-    rows = partial(of_blocks, dtype=np.float64, ones=axes)
-    mean, rstd = (
-        rows(renamed(kept, which), _word, (kept, every), (x, every), (which, None))
-        for which in ("mean", "rstd")
-    )
-    return y, LazyCache(
-        x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, mean=mean, rstd=rstd, kept=kept
-    )
+    cache = LazyCache(x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, kept=kept)
+    for word in ("mean", "rstd"):
+        of_word = (kept, every), (x, every), (word, None)
+        lazy = of_blocks(renamed(kept, word), _word, *of_word, dtype=np.float64, ones=axes)
+        setattr(cache, word, lazy)
+    return y, cache
 
 
 def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> Any:
@@ -256,13 +220,10 @@ def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
 def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
-    """Do what `functional.backward` does with the cache of a Dask array."""
-    checks.check_kind(cache.norm, kind)
-    names = "out", "sum_axes", "dmean", "drstd", "accumulate"
-    for name, value in zip(names, (out, *others), strict=True):
-        # `is not`, since `!=` of an array is an array.
-        if value is not None and value is not False:
-            refuse(name, DASK)
+    """Do what `functional.derivatives.backward` does with the cache of a Dask array."""
+    checks.check_cache(cache, dy, kind)
+    names = "sum_axes", "dmean", "drstd", "accumulate"
+    check_combinations([DASK], out=out, **dict(zip(names, others, strict=True)))
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
@@ -275,7 +236,7 @@ def backward(
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
     # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
-    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
+    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, _NOTHING, *block)
     found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
     # Sums of narrower numbers never leave float64's range in between.
     exact = norm.rounding == "nearest" or np.float64 in (x.dtype, dy.dtype)
@@ -285,35 +246,39 @@ def backward(
     return Gradients(*found)
 
 
-def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
-    threads = threads_of_task()
-    return functional_backward.partial_sums(dy, _filled(*block), asked, dsum=dsum, threads=threads)
+def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, found: Any, *block: Any) -> Gradients:
+    """Return the gradients of a block: sums as PARTIAL or, for what `found` leaves, exact ones."""
+    x, norm, axes, statistics, backend, where = _filled(*block)
+    dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
+    totals: list[Any] = [None, None]
+    for i, parameter in enumerate(norm[:2]):
+        if parameter is not None and NAMES[1 + i] in asked:
+            zeros = np.zeros(parameter.shape, sums.PARTIAL)
+            totals[i] = zeros if found is None else np.where(found[1], sums.NOTHING, 0)
+    out, how = Gradients(dx, *totals), "pairs" if found is None else "exact"
+    if found is None or found[1].any():
+        extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
+        run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
+    return out
 
 
 def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ...]) -> Array:
-    """
-    Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`.
-
-    With `exact`, uncertified columns are asked of each block again, as exact sums: so Dask holds x and dy.
-    """
+    """Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`."""
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
-    total = merged(renamed(parts, "merged"), sums.merged, parts, like, axes)
+    total = merged(renamed(parts, "merged"), parts, like, axes)
     found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
-    others: Operand = None, None
+    others = _NOTHING
     if exact:
-        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
-        others = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
+        # Uncertified columns are asked of each block again: so Dask holds x and dy.
+        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, _NOTHING, found, *block)
+        others = merged(renamed(parts, "exact"), asked, like, axes)
     return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
 
 
-def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
-    """Return the exact sums over a block of the columns that are uncertified."""
-    columns: list[Any] = [None, None]
-    columns[i] = found[1]
-    return functional_backward.exact_sums(dy, _filled(*block), columns, threads_of_task())[i]
+def _exact(i: int, *operands: Any) -> Any:
+    return _backward((NAMES[1 + i],), *operands)[1 + i]
 
 
 def _decided(found: Any, exact: Any) -> Any:
-    return found[0] if exact is None else decided(found[0], found[1], exact)
+    return found[0] if exact is None else decided(found[0], exact)

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.api import FUNCTIONS
+from stablenorm.arrays import HOST
 from stablenorm.formats import check_dtype, parse
-from stablenorm.functional.checks import check_rounding, checked_offset
-from stablenorm.types import Array, Cache, Rounding, check_count, check_eps
+from stablenorm.functional.checks import checked_norm
+from stablenorm.types import Array, Cache, Norm, Rounding, check_count
 
 
 class _Layer:
@@ -37,16 +38,15 @@ class _Layer:
             raise ValueError(msg)
         ones = np.ones(self.shape, parse(dtype))
         check_dtype("dtype", ones)
-        self.eps = check_eps(eps)
         if axis is None:
             axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
         if np.size(axis) != ones.ndim or not isinstance(axis, (int, tuple)):
             msg = f"axis must be an int, or a tuple of as many as shape {self.shape}, got {axis!r:.60}"
             raise ValueError(msg)
         self.axis = axis
-        self.gamma_offset = checked_offset(gamma_offset, ones if gamma else None)
-        check_rounding(rounding)
-        self.rounding = rounding
+        given = Norm(ones if gamma else None, None, eps, self._kind, gamma_offset, rounding)
+        norm = checked_norm(HOST, given, self.shape, tuple(range(ones.ndim)))
+        self.eps, self.gamma_offset, self.rounding = norm.eps, norm.gamma_offset, rounding
         self.parameters: dict[str, Array] = {}
         if gamma:
             self.parameters["gamma"] = (ones - self.gamma_offset).astype(ones.dtype)

@@ -51,8 +51,7 @@ def use(core: Any) -> None:
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array of arbitrary elements, a large one in memory that is handed out again."""
-    array: Array = np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)
-    return array
+    return np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)
 
 
 def set_idle_limit(nbytes: int) -> None:
@@ -85,8 +84,7 @@ def set_idle_limit(nbytes: int) -> None:
     >>> set_idle_limit(before)
     """
     global _limit  # noqa: PLW0603  # the one setting of the process
-    cure = "for 1 GiB give 2**30, to keep nothing 0"
-    _limit = check_count("nbytes", nbytes, least=0, cure=cure)
+    _limit = check_count("nbytes", nbytes, least=0, cure="for 1 GiB give 2**30, to keep nothing 0")
     if _core is not None:
         _core.set_idle_limit(_limit)
 

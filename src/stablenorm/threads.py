@@ -61,14 +61,13 @@ def get_num_threads() -> int:
 
 
 def _default() -> int:
-    asked = os.environ.get("STABLENORM_NUM_THREADS")
+    name = "STABLENORM_NUM_THREADS"
+    asked = os.environ.get(name)
     if not asked:
-        # Processors that this process may use: a container or taskset may allow fewer than there are. (macOS has no affinity.)
+        # A container or taskset may allow fewer processors than there are; macOS has no affinity.
         affinity = getattr(os, "sched_getaffinity", None)
         return len(affinity(0)) if affinity else os.cpu_count() or 1
     if not asked.strip().isdecimal() or int(asked) < 1:
-        msg = (
-            f"STABLENORM_NUM_THREADS must be a positive integer, got {asked!r}; unset or correct it"
-        )
+        msg = f"{name} must be a positive integer, got {asked!r}; unset or correct it"
         raise ValueError(msg)
     return int(asked)

@@ -39,23 +39,15 @@ class Norm(NamedTuple):
     # "fast" or "nearest".
     rounding: str = "fast"
 
-    def sample(self, i: int) -> "Norm":
-        """Return the norm of one sample, where gamma and beta are (samples, n)."""
-        gamma, beta = (None if each is None else each[i] for each in self[:2])
-        return self._replace(gamma=gamma, beta=beta)
-
 
 class Statistics(NamedTuple):
     """
-    The numbers of each row that the backward needs: 24 bytes a row, 40 for float64 data.
-    RMS norm has no mean: 8 or 16 bytes. `spread` adds 8.
+    The numbers of each row that the backward needs: 24 bytes, 40 for float64 data; 8 or 16 for RMS
+    norm. `spread` adds 8.
 
-    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
-    ``rstd (+ rstd_lo)``; each array has one float64 per row.
-
-    `mean_lo` is the mean of ``x - mean``. It is no luxury: one float64 has too few digits for a
-    row whose elements differ in their last bit (float32, n = 50 000: 374 ulp without it, 0.45
-    with it).
+    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation ``rstd (+
+    rstd_lo)``. `mean_lo` is the mean of ``x - mean``: one float64 has too few digits for a row
+    whose elements differ in their last bit (float32, n = 50 000: 374 ulp without, 0.45 with it).
     """
 
     # Arrays; None of RMS norm.
@@ -84,11 +76,11 @@ class Statistics(NamedTuple):
 
 
 def joined(found: list[Statistics]) -> Statistics:
-    """Return the statistics of all rows, given those of parts that follow one another."""
-    if len(found) == 1:
-        return found[0]
-    words = zip(*found, strict=True)
-    return Statistics._make(None if each[0] is None else np.concatenate(each) for each in words)
+    """Return the statistics of successive parts as those of all rows: the words that all have."""
+    return Statistics._make(
+        None if any(word is None for word in words) else np.concatenate(words)
+        for words in zip(*found, strict=True)
+    )
 
 
 # The names of the gradients, in their order.
@@ -97,8 +89,7 @@ NAMES: tuple[Name, ...] = ("x", "gamma", "beta")
 
 class Cache(NamedTuple):
     """
-    What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to
-    `rms_norm_backward`.
+    The record that `layer_norm_forward` and `rms_norm_forward` hand to their backward.
 
     `x` and gamma are kept by reference: changing them in between changes the gradients.
 
@@ -132,10 +123,8 @@ class Cache(NamedTuple):
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
-        x, gamma, beta = (
-            None if each is None else f"{each.dtype} {each.shape}"
-            for each in (self.x, *self.norm[:2])
-        )
+        shown = self.x, *self.norm[:2]
+        x, gamma, beta = (each if each is None else f"{each.dtype} {each.shape}" for each in shown)
         return (
             f"Cache(x: {x}, gamma: {gamma}, beta: {beta}, axis: {self.axis}, "
             f"statistics: {self.statistics.nbytes} bytes, backend: {self.backend!r}, "
@@ -152,24 +141,23 @@ class Cache(NamedTuple):
         """Return the mean of each row."""
         kept = self.statistics
         if kept.mean is None:
-            return self._of_rows(kept, np.zeros_like(kept.rstd), (0.0, None), 0)
-        return self._of_rows(kept, kept.mean, (kept.mean_lo, kept.mean_tail), 0)
+            return self._of_rows(np.zeros_like(kept.rstd), 0.0, None, 0)
+        return self._of_rows(kept.mean, kept.mean_lo, kept.mean_tail, 0)
 
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
-        kept = self.statistics
-        return self._of_rows(kept, 0.0, (kept.rstd, kept.rstd_lo), 1)
+        return self._of_rows(0.0, self.statistics.rstd, self.statistics.rstd_lo, 1)
 
-    def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
-        """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
-        low, lower = words
+    def _of_rows(self, first: Any, low: Any, lower: Any, which: int) -> Array:
+        """Return ``first + (low + lower) * 2**exponent`` in one float64 per row."""
+        exponent = self.statistics.exponent
         with np.errstate(all="ignore"):
             if lower is not None:
                 # NaN of rows out of range, which have one word.
                 low = low + np.where(np.isnan(lower), 0.0, lower)
-            if kept.exponent is not None:
-                low = np.ldexp(low, kept.exponent[:, which])
+            if exponent is not None:
+                low = np.ldexp(low, exponent[:, which])
             total: Array = first + low
         lengths = enumerate(self.x.shape)
         return total.reshape([1 if i in self.axis else length for i, length in lengths])

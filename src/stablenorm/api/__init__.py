@@ -1,10 +1,3 @@
 """The public functions: signatures, docstrings, and one call each."""
 
-from stablenorm.api.layer_norm import layer_norm_backward, layer_norm_forward
-from stablenorm.api.rms_norm import rms_norm_backward, rms_norm_forward
-
-# By the kind of the norm: forward and backward.
-FUNCTIONS = {
-    "layer": (layer_norm_forward, layer_norm_backward),
-    "rms": (rms_norm_forward, rms_norm_backward),
-}
+from stablenorm.api.norms import FUNCTIONS as FUNCTIONS

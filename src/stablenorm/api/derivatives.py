@@ -39,10 +39,6 @@ def layer_norm_jvp(
         If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is one
         that this function does not serve: docs/reference/layer-norm.md.
 
-    See Also
-    --------
-    layer_norm_backward : The transpose: from dy to dx, dgamma and dbeta.
-
     Notes
     -----
     Each element is within ``0.501 ulp + c * S``, with the c of y. S is
@@ -77,11 +73,6 @@ def rms_norm_jvp(
     ----------
     tx : array
         As for `layer_norm_jvp`, and so is all the rest; the cache is that of `rms_norm_forward`.
-
-    Returns
-    -------
-    array
-        ``ty``, the change of y to first order; of the shape and dtype of y.
 
     Examples
     --------
@@ -130,10 +121,6 @@ def layer_norm_double_backward(
     TypeError, ValueError
         As `layer_norm_jvp` does.
 
-    See Also
-    --------
-    layer_norm_backward : What is differentiated.
-
     Notes
     -----
     Rows of float64 out of range get NaN, as in `layer_norm_jvp`.
@@ -180,11 +167,6 @@ def rms_norm_double_backward(
     ddx : array
         As for `layer_norm_double_backward`, and so is all the rest; the cache is that of
         `rms_norm_forward`.
-
-    Returns
-    -------
-    tuple of array
-        ddy, dx and dgamma, as `layer_norm_double_backward` returns them.
 
     Examples
     --------

@@ -4,59 +4,41 @@ import math
 import operator
 from collections.abc import Sequence
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import Arrays, normalized_shape, show_axes
-from stablenorm.functional.combinations import CUDA, refuse
-from stablenorm.functional.layout import lead_of
-from stablenorm.types import NAMES, Array, Cache, Norm, check_eps, real
+from stablenorm.arrays import Arrays, is_lazy_cache, normalized_shape, refuse_others, show_axes
+from stablenorm.functional.combinations import NEAREST, check_combinations
+from stablenorm.functional.layout import Lead, lead_of
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
 
 
 def checked_norm(
-    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...], backend: str
+    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
-    _, _, eps, kind, gamma_offset, rounding = norm
+    gamma_offset, rounding = norm.gamma_offset, cast(Any, norm.rounding)
     normalized_shape(x_shape, axes)
     gamma, beta = (
         None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
     )
-    eps, gamma_offset = check_eps(eps), checked_offset(gamma_offset, gamma)
-    check_rounding(rounding)
-    norm = Norm(gamma, beta, eps, kind, gamma_offset, rounding)
-    if backend == "cuda":
-        _refuse_cuda(norm, axes)
-    return norm
-
-
-def _refuse_cuda(norm: Norm, axes: tuple[int, ...]) -> None:
-    is_asked = (
-        ('rounding="nearest"', norm.rounding == "nearest"),
-        ("RMS norm", norm.kind == "rms"),
-        ("gamma_offset", norm.gamma_offset != 0.0),
-        ("leading axes of gamma or beta", has_leading(norm, axes)),
-    )
-    for feature, asked in is_asked:
-        if asked:
-            refuse(feature, CUDA)
-
-
-def refuse_cuda(feature: str, backend: str) -> None:
-    """Raise if arrays are on a CUDA device, where a feature is missing."""
-    if backend == "cuda":
-        refuse(feature, CUDA)
-
-
-def has_leading(norm: Norm, axes: tuple[int, ...]) -> bool:
-    """Tell whether gamma or beta has axes before the normalized ones."""
-    gamma, beta = norm[:2]
-    most = len(axes)
-    return (gamma is not None and gamma.ndim > most) or (beta is not None and beta.ndim > most)
+    eps, is_float = check_eps(norm.eps), type(gamma_offset) is float
+    offset = gamma_offset if is_float else real("gamma_offset", gamma_offset)
+    if not math.isfinite(offset):
+        msg = f"gamma_offset must be finite, got {gamma_offset}"
+        raise ValueError(msg)
+    if offset and gamma is None:
+        given = f"gamma_offset={gamma_offset}"
+        msg = f"gamma must be given with {given}, got None; leave gamma_offset away"
+        raise ValueError(msg)
+    if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
+        msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
+        raise ValueError(msg)
+    return Norm(gamma, beta, eps, norm.kind, offset, rounding)
 
 
 def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -69,38 +51,15 @@ def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[in
         if fits(array.shape[:leading], lengths):
             return array
         cure = f", or that after axes that broadcast against {lengths}"
-    msg = (
-        f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}{cure}, "
-        f"got {array.shape}"
-    )
+    over = f"x normalized over axis {show_axes(axes)}{cure}"
+    msg = f"{name} must have shape {shape} to match {over}, got {array.shape}"
     raise ValueError(msg)
 
 
 def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
-    """Tell whether leading axes of a parameter broadcast against axes of these lengths."""
+    """Tell whether axes broadcast against axes of these lengths."""
     pairs = zip(reversed(leading), reversed(lengths), strict=False)
     return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
-
-
-def checked_offset(offset: Any, gamma: Array | None) -> float:
-    """Return `gamma_offset` as a float, or say what is wrong with it."""
-    if type(offset) is float and offset == 0.0:
-        return offset
-    value = real("gamma_offset", offset)
-    if not math.isfinite(value):
-        msg = f"gamma_offset must be finite, got {offset}"
-        raise ValueError(msg)
-    if value and gamma is None:
-        msg = f"gamma must be given with gamma_offset={offset}, got None; leave gamma_offset away"
-        raise ValueError(msg)
-    return value
-
-
-def check_rounding(rounding: Any) -> None:
-    """Raise unless `rounding` is one of the two."""
-    if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
-        msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
-        raise ValueError(msg)
 
 
 def of_shape(
@@ -116,34 +75,25 @@ def of_shape(
 
 def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
     """Raise unless the second argument of a backward, or `what` else, is a cache of this kind of norm."""
-    if not isinstance(cache, Cache):
-        raise TypeError(_not_a_cache(dy, cache, kind, what))
-    check_kind(cache.norm, kind, what)
-
-
-def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
-    """Raise unless a cache is of this kind of norm; `what` is the function that takes it."""
-    if norm.kind != kind:
-        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_{what}"
-        raise ValueError(msg)
-
-
-def _not_a_cache(dy: Any, cache: Any, kind: str, what: str) -> str:
-    """Say what is wrong with `cache`, and what the cure is."""
     forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{what}"
-    first = "dy" if what == "backward" else "..."
-    cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
-    if isinstance(dy, Cache):
-        cure = f"the two are swapped, write {backward}(dy, cache)"
-    elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
-        cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
-    return f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+    if not isinstance(cache, Cache) and not is_lazy_cache(cache):
+        first = "dy" if what == "backward" else "..."
+        cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
+        if isinstance(dy, Cache):
+            cure = f"the two are swapped, write {backward}(dy, cache)"
+        elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
+            cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
+        msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+        raise TypeError(msg)
+    if cache.norm.kind != kind:
+        msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{what}"
+        raise ValueError(msg)
 
 
 def check_sum_axes(
     sum_axes: int | tuple[int, ...], cache: Cache
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the lead of the sums, and the lengths of the axes that are kept."""
+) -> tuple[Lead, list[Array | None]]:
+    """Return the lead of the sums, and templates with the shapes and dtypes of dgamma and dbeta."""
     x, norm, axes = cache[:3]
     try:
         given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
@@ -159,29 +109,52 @@ def check_sum_axes(
             f"is normalized, axis {show_axes(axes)}; got {sum_axes}"
         )
         raise ValueError(msg)
-    each = [(axis in summed, length) for axis, length in enumerate(x.shape) if axis not in axes]
-    lead = tuple(1 if is_summed else length for is_summed, length in each)
+    others = [axis for axis in range(x.ndim) if axis not in axes]
+    lead = tuple(1 if axis in summed else x.shape[axis] for axis in others)
     for name, parameter in zip(("gamma", "beta"), norm[:2], strict=True):
         if not fits(lead_of(parameter, x.ndim, axes), lead):
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
-    return lead, tuple(length for is_summed, length in each if not is_summed)
+    shape = [x.shape[axis] for axis in (*(i for i in others if i not in summed), *axes)]
+    kept = (None if each is None else np.empty((), each.dtype) for each in norm[:2])
+    return lead, [None if each is None else np.broadcast_to(each, shape) for each in kept]
 
 
-def sums_like(
-    parameter: Array | None, kept: tuple[int, ...], axes: tuple[int, ...]
-) -> Array | None:
-    """Return a zero-stride template with the shape and dtype of a gradient that keeps axes."""
-    if parameter is None:
-        return None
-    normalized = parameter.shape[parameter.ndim - len(axes) :]
-    return np.broadcast_to(np.empty((), parameter.dtype), kept + normalized)
+def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], rounding: str) -> Array:
+    """Return a copy of a mask in x's dimensions; if it does not vary along `axes`, of length 1."""
+    refuse_others("where", where)
+    try:
+        mask = np.asarray(where)
+    except ValueError:
+        msg = "where must be an array of bool, got lists of unequal length; fill them up with False"
+        raise ValueError(msg) from None
+    check_mask(mask, shape)
+    mask = np.broadcast_to(mask, shape)
+    # Along broadcast axes (stride 0) one element is enough.
+    same = (slice(1 if i in axes and step == 0 else None) for i, step in enumerate(mask.strides))
+    seen = mask[tuple(same)]
+    if all(seen.shape[i] == 1 for i in axes):
+        return seen.copy()
+    some: Any = seen.any(axis=axes, keepdims=True)
+    if np.array_equal(some, seen.all(axis=axes, keepdims=True)):
+        return np.array(some)
+    if rounding == "nearest":
+        check_combinations(("where that varies inside a row", NEAREST))
+    return mask.copy()
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless `mask` is of bool and broadcasts to this shape."""
+    if mask.dtype != np.bool_:
+        msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
+        raise TypeError(msg)
+    if not fits(mask.shape, shape):
+        msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}"
+        raise ValueError(msg)
 
 
 def asked_names(wrt: object) -> tuple[str, ...]:
     """Return what `wrt` names."""
-    if wrt is NAMES:
-        return NAMES
     names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
     if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
         msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}"
@@ -189,35 +162,44 @@ def asked_names(wrt: object) -> tuple[str, ...]:
     return names
 
 
-def refuse_overlap(
-    arrays: Arrays,
-    name: str,
-    array: Array,
-    others: dict[str, Array | None],
-    but: str | None = None,
-) -> None:
-    """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
-    for other, there in others.items():
-        if there is not None and arrays.overlap(array, there):
+def results_in(
+    arrays: Arrays, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
+) -> list[Any]:
+    """Return `outs`, checked, or new arrays like these; the first may be the input `over`."""
+    found: list[Any] = []
+    for (name, like), out in zip(likes.items(), outs, strict=True):
+        if like is None or out is None:
+            found.append(None if like is None else arrays.empty(like.shape, like.dtype, like))
+            continue
+        target = arrays.target(name, out, like.shape, like.dtype)
+        for other, there in inputs.items():
             # Compare elements last: arrays hardly ever overlap.
-            if other == but and arrays.same_elements(array, there):
-                continue
-            msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
-            raise ValueError(msg)
+            if there is not None and arrays.overlap(target, there):
+                if not found and other == over and arrays.same_elements(target, there):
+                    continue
+                msg = (
+                    f"{name} must not share memory with {other}, which is still needed; pass a copy"
+                )
+                raise ValueError(msg)
+        inputs[name] = target
+        found.append(target)
+    return found
 
 
-def checked_out(out: Any, likes: Sequence[Array | None], accumulate: bool) -> tuple[Any, ...]:
-    """Return the three entries of `out`; `accumulate` requires those of the gradients that are asked for."""
+def checked_gradients(
+    arrays: Arrays, out: Any, likes: dict[str, Any], inputs: dict[str, Any], accumulate: bool
+) -> Gradients:
+    """Return the arrays to write gradients into; None for those that wrt leaves out."""
+    needs = "out must have three entries, for dx, dgamma and dbeta, got"
     if out is not None and not np.iterable(out):
-        msg = f"out must have three entries, for dx, dgamma and dbeta, got {type(out).__name__}"
+        msg = f"{needs} {type(out).__name__}"
         raise TypeError(msg)
     given = (None, None, None) if out is None else tuple(out)
-    if accumulate:
-        for name, like, array in zip(NAMES[1:], likes[1:], given[1:], strict=False):
-            if like is not None and array is None:
-                msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
-                raise ValueError(msg)
     if len(given) != len(NAMES):
-        msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
+        msg = f"{needs} {len(given)}"
         raise ValueError(msg)
-    return given
+    for (name, like), array in zip(likes.items(), given, strict=True):
+        if accumulate and name != "out.dx" and like is not None and array is None:
+            msg = f"{name} must be the array to add to with accumulate=True, got None"
+            raise ValueError(msg)
+    return Gradients._make(results_in(arrays, given, likes, inputs, over="dy"))

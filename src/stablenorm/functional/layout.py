@@ -8,6 +8,7 @@ else 1. Axes whose length in the lead is not 1 cut x into samples.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,97 +22,88 @@ Lead = tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """How arrays of the shape of x are seen as rows: their axes in the order of samples, rows and elements."""
+    """How arrays of the shape of x are seen as rows, and gamma and beta as theirs."""
 
+    # The axes of x: those that count samples, those that count their rows, the normalized ones.
     order: tuple[int, ...]
-    # The lengths of x along the axes in this order.
-    lengths: tuple[int, ...]
-    # How many of the axes count samples, and how many count samples or their rows.
-    cut: int
-    leading: int
-    # Parts of x with a gamma, a beta or sums of their own.
+    # The lengths of x along the axes that count rows, at least one, and along the normalized ones.
+    leading: tuple[int, ...]
+    last: tuple[int, ...]
+    # The lead of all parameters and sums together, and the number of samples that it makes.
+    lead: Lead
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
+    # The shape of gamma, beta and their gradients: (n,) or, with several samples, (samples, n).
+    of_samples: tuple[int, ...]
 
-    def view(self, array: Array) -> Array | None:
-        """Return an array of the shape of x as (rows, n) without a copy; None if its rows are not plain."""
-        if array.flags.c_contiguous and self.order == tuple(range(array.ndim)):
-            return array.reshape(self.shape)
+    def moved(self, array: Array) -> Array:
+        """Return an array of the shape of x with axes in this order, as other methods take it."""
         moved = array.transpose(self.order)
-        leading, last = moved.shape[: self.leading], moved.shape[self.leading :]
-        if _step_of(leading, moved.strides) is None:
-            return None
-        if _step_of(last, moved.strides[self.leading :]) not in (0, array.itemsize):
-            return None
+        return moved if len(self.last) < moved.ndim else moved[np.newaxis]
+
+    def view(self, moved: Array) -> Array | None:
+        """Return an array as (rows, n) without a copy; None if its rows are not plain."""
+        count = len(self.leading)
+        if not moved.flags.c_contiguous:
+            if _step_of(moved.shape[:count], moved.strides[:count]) is None:
+                return None
+            if _step_of(moved.shape[count:], moved.strides[count:]) not in (0, moved.itemsize):
+                return None
         # Such axes merge without a copy.
         return moved.reshape(self.shape)
 
-    def read(self, array: Array, rows: slice | Array) -> Array:
+    def read(self, moved: Array, rows: range | Array) -> Array:
         """Return a copy of some rows, (rows, n)."""
-        moved, leading = self._moved(array)
-        if not isinstance(rows, slice):
-            view = self.view(array)
+        if not isinstance(rows, range):
+            view = self.view(moved)
             if view is not None:
                 return np.take(view, rows, axis=0)
-            return moved[np.unravel_index(rows, leading)].reshape(len(rows), self.shape[1])
-        found = memory.empty((rows.stop - rows.start, self.shape[1]), array.dtype)
-        for box, some in _boxes(leading, rows.start, rows.stop):
+            return moved[np.unravel_index(rows, self.leading)].reshape(len(rows), self.shape[1])
+        found = memory.empty((len(rows), self.shape[1]), moved.dtype)
+        for box, some in _boxes(self.leading, rows.start, rows.stop):
             found[some].reshape(moved[box].shape)[...] = moved[box]
         return found
 
-    def write(self, array: Array, rows: slice | Array, found: Array) -> None:
+    def write(self, moved: Array, rows: range | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
-        moved, leading = self._moved(array)
-        view = None if isinstance(rows, slice) else self.view(array)
-        if view is not None:
-            view[rows] = found
-            return
-        if not isinstance(rows, slice):
-            index = np.unravel_index(rows, leading)
-            moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
-            return
-        for box, some in _boxes(leading, rows.start, rows.stop):
-            moved[box] = found[some].reshape(moved[box].shape)
-
-    def _moved(self, array: Array) -> tuple[Array, tuple[int, ...]]:
-        """Return a view with the axes in their order, and the lengths of the axes that count rows, at least one."""
-        moved = array.transpose(self.order)
-        return (moved, self.lengths[: self.leading]) if self.leading else (moved[np.newaxis], (1,))
+        if isinstance(rows, range):
+            for box, some in _boxes(self.leading, rows.start, rows.stop):
+                moved[box] = found[some].reshape(moved[box].shape)
+        else:
+            index = np.unravel_index(rows, self.leading)
+            moved[index] = found.reshape(len(rows), *self.last)
 
     def numbers(self) -> Array | None:
         """Return which row of x, in C order, each row of this layout is; None if it is the same."""
-        others = sorted(self.order[: self.leading])
-        places = [others.index(axis) for axis in self.order[: self.leading]]
-        if places == sorted(places):
+        axes = self.order[: len(self.order) - len(self.last)]
+        by = sorted(range(len(axes)), key=axes.__getitem__)
+        if by == sorted(by):
             return None
-        lengths = [self.lengths[self.order.index(axis)] for axis in others]
-        return np.arange(self.shape[0]).reshape(lengths).transpose(places).reshape(-1)
+        rows = np.arange(self.shape[0]).reshape([self.leading[i] for i in by])
+        return rows.transpose(np.argsort(by)).reshape(-1)
 
     def parameter(self, array: Array | None) -> Any:
         """Return gamma or beta as (n,); with samples as (samples, n), the same elements where it does not vary."""
         if array is None or (array.ndim == 1 == self.samples and array.flags.c_contiguous):
             return array
-        normalized = self.lengths[self.leading :]
-        lead = (1,) * (len(self.order) - array.ndim) + array.shape
-        others = sorted(self.order[: self.leading])
-        own = [lead[others.index(axis)] for axis in self.order[: self.cut]]
-        cut = np.ascontiguousarray(array).reshape(*own, *normalized)
-        whole = np.broadcast_to(cut, self.lengths[: self.cut] + normalized)
-        return whole.reshape(*((self.samples,) if self.samples > 1 else ()), self.shape[1])
+        whole = np.broadcast_to(np.ascontiguousarray(array), self.lead + self.last)
+        return whole.reshape(self.of_samples)
 
 
 @functools.lru_cache(256)
 def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> Layout:
     """Return the layout of an x whose `axes` are normalized, cut where one of `leads` is not 1."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
-    lead = np.broadcast_shapes(*leads) if leads else (1,) * len(others)
+    lead = np.broadcast_shapes((1,) * len(others), *leads)
     cut = [axis for axis, length in zip(others, lead, strict=True) if length != 1]
-    order = *cut, *(axis for axis in others if axis not in cut), *axes
-    lengths = tuple(shape[axis] for axis in order)
-    rows, n = math.prod(lengths[: len(others)]), math.prod(lengths[len(others) :])
-    samples = math.prod(lengths[: len(cut)])
-    return Layout(order, lengths, len(cut), len(others), samples, (rows, n))
+    rest = [axis for axis in others if axis not in cut]
+    leading, last = (tuple(shape[axis] for axis in some) for some in ((*cut, *rest), axes))
+    rows, n = math.prod(leading), math.prod(last)
+    samples = math.prod(leading[: len(cut)])
+    of_samples = (samples, n) if samples > 1 else (n,)
+    order = *cut, *rest, *axes
+    return Layout(order, leading or (1,), last, lead, samples, (rows, n), of_samples)
 
 
 def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
@@ -123,16 +115,11 @@ def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
 
 def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """Return the stride of neighbouring axes merged into one, 0 for one element; None if they do not merge."""
-    step, reach = 0, None
-    for length, stride in zip(reversed(lengths), reversed(strides[: len(lengths)]), strict=True):
-        if length == 1:
-            continue
-        if reach is None:
-            step = stride
-        elif stride != reach:
-            return None
-        reach = stride * length
-    return step
+    steps = [each for each in zip(lengths, strides, strict=True) if each[0] != 1]
+    pairs = itertools.pairwise(steps)
+    if any(outer != length * inner for (_, outer), (length, inner) in pairs):
+        return None
+    return steps[-1][1] if steps else 0
 
 
 def _boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, slice]]:

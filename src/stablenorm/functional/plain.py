@@ -1,8 +1,7 @@
 """
 Make any call plain: a backend gets its rows as they lie or, if they are not plain, as copies of blocks.
 
-Rows without an element that counts are left out. This module also rounds sums that are made in parts or added to old
-values.
+Rows without an element that counts are left out; sums made in parts are rounded at the end.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import numpy as np
 
 from stablenorm import memory
 from stablenorm.backends import implementation, run
-from stablenorm.call import WRITTEN, Backward, Forward, change, part
-from stablenorm.functional.layout import Layout
+from stablenorm.call import READ, SUMS, WRITTEN, Backward, Forward, change, of_sample
+from stablenorm.functional.layout import Layout, Lead, layout_of
 from stablenorm.reference.blocks import add
 from stablenorm.reference.exact import Root
-from stablenorm.reference.partial import NOTHING, ExactSum, as_partial, round_sum, rounded
-from stablenorm.types import Array, Statistics, joined
+from stablenorm.reference.partial import ExactSum, as_partial, round_sum, rounded
+from stablenorm.types import Array, Statistics
 
 # Bytes of an array that are copied at a time, or the rows of one tile or sample if these are more: they fit a cache.
 # Channels first, (8, 256, 56, 56): 28 ms; by 4 MiB 37, by 64 MiB 45, and two copies around the plain call 52.
@@ -29,69 +28,90 @@ BLOCK = 2 << 20
 class Part(NamedTuple):
     """Rows for one call of a backend."""
 
-    rows: slice | Array
+    rows: range | Array
     # Whether only some of their elements count.
-    masked: bool = False
-    # The rows of the whole call, which decide the tiles.
-    plan_rows: int = 0
-    # The samples of these rows; None if the call has one.
-    samples: slice | None = None
+    masked: bool
+    # The rows of the whole call, or of each sample, which decide the tiles.
+    plan_rows: int
 
 
-def run_plain(operation: str, backend: str, call: Any, layout: Layout, old: Any = None) -> Any:
-    """
-    Do a call whose arrays have the shape of x; return the statistics of a forward, in the order of the layout.
+def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> Statistics | None:
+    """Do a call on arrays of the shape of x, cut by `leads`; return statistics that are kept."""
+    layout = layout_of(call.x.shape, axes, *leads)
+    gamma, beta = map(layout.parameter, call.norm[:2])
+    sums = {n: each for n in SUMS if (each := getattr(call, n, None)) is not None}
+    rooms = {n: np.ascontiguousarray(each).reshape(layout.of_samples) for n, each in sums.items()}
+    call = call._replace(norm=call.norm._replace(gamma=gamma, beta=beta), **rooms)
+    if layout.samples > 1:
+        call = call._replace(samples=layout.samples)
+    numbers = layout.numbers()
+    order = slice(None) if numbers is None else numbers
+    kept = _run_rows(backend, change(call, layout.moved, layout.moved, order), layout)
+    for name, room in rooms.items():
+        if not np.may_share_memory(room, sums[name]):
+            sums[name][...] = room.reshape(sums[name].shape)
+    return kept if kept is None or numbers is None else kept.of_rows(np.argsort(numbers))
 
-    Gamma, beta and their gradients are those of the layout. `where` is of the shape of x, or has length 1 along the
-    normalized axes. `old` are the values that dgamma and dbeta are added to.
-    """
+
+def _run_rows(backend: str, call: Any, layout: Layout) -> Statistics | None:
+    """Do a call whose arrays are in the order of a layout; return its statistics in that order."""
     count, samples = layout.shape[0], layout.samples
-    if call.where is None or operation not in ("forward", "backward"):
-        seen = _view(call, layout)
-        if seen is not None and old is None:
-            return run(operation, backend, seen._replace(samples=samples) if samples > 1 else seen)
-        cut = None if samples == 1 else slice(0, samples)
-        every = Part(slice(0, count), call.where is not None, samples=cut)
-        blocks = [every]
-        if seen is None:
-            blocks = list(_blocks(operation, backend, call, layout, every))
-        found = _run_parts(operation, backend, call, layout, blocks, old)
-        return joined(found) if isinstance(call, Forward) and call.keep else None
-    axes = layout.order[layout.leading :]
-    whole, some = call.where.all(axis=axes, keepdims=True), call.where.any(axis=axes, keepdims=True)
-    rows_of = [each.transpose(layout.order).reshape(samples, -1) for each in (whole, some & ~whole)]
-    words: list[tuple[Any, Any]] = []
-    for i, each in enumerate(zip(*rows_of, strict=True)):
-        first = i * count // samples
-        sets = [Part(first + np.flatnonzero(rows), k == 1) for k, rows in enumerate(each)]
-        sets = [one for one in sets if len(one.rows)] or sets[:1]  # type: ignore[arg-type]
-        blocks = [block for one in sets for block in _blocks(operation, backend, call, layout, one)]
-        one_call, one_old = call, old
-        if samples > 1:
-            one_call, one_old = _sample(call, i), old and [part(each, i) for each in old]
-        found = _run_parts(operation, backend, one_call, layout, blocks, one_old)
-        words += [(block.rows, kept) for block, kept in zip(blocks, found, strict=False)]
-    _fill_others(call, layout, np.flatnonzero(~some.transpose(layout.order).reshape(-1)))
-    return _spread(words, count) if isinstance(call, Forward) and call.keep else None
+    unit = count // samples
+    jobs, others = [(call, [Part(range(count), call.where is not None, unit)])], None
+    if call.where is not None and isinstance(call, (Forward, Backward)):
+        axes = tuple(range(-len(layout.last), 0))
+        which = call.where.all, call.where.any
+        whole, some = (each(axis=axes).reshape(samples, -1) for each in which)
+        jobs, others = [], np.flatnonzero(~some)
+        for i in range(samples):
+            sets = [
+                Part(i * unit + np.flatnonzero(rows[i]), masked, int(rows[i].sum()))
+                for rows, masked in ((whole, False), (some & ~whole, True))
+            ]
+            one_call = call if samples == 1 else of_sample(call, i)
+            jobs.append((one_call, [one for one in sets if one.plan_rows] or sets[:1]))
+    done: list[tuple[Part, Any]] = []
+    for one_call, sets in jobs:
+        parts = [block for one in sets for block in _blocks(backend, one_call, layout, one)]
+        done += zip(parts, _run_parts(backend, one_call, layout, parts), strict=False)
+    if others is not None:
+        _fill(call, layout, others)
+    return _joined(done, count) if isinstance(call, Forward) and call.keep else None
+
+
+def _joined(done: list[tuple[Part, Statistics]], count: int) -> Statistics:
+    """Return the statistics of all rows, 0 for rows without an element that counts."""
+    some = [each for each in done if len(each[0].rows)] or done[:1]
+    if len(some[0][0].rows) == count:
+        return some[0][1]
+    whole: list[Array | None] = []
+    for words in zip(*(kept for _, kept in some), strict=True):
+        # The reference, which may have done some of the parts, keeps no spread.
+        total = None if any(word is None for word in words) else np.zeros(count)
+        for (part, _), word in zip(some, words, strict=True):
+            if total is not None:
+                total[_index(part.rows)] = word
+        whole.append(total)
+    return Statistics._make(whole)
+
+
+def _fill(call: Any, layout: Layout, rows: Array) -> None:
+    """Write 0, or in dx dsum, rounded, into rows without an element that counts."""
+    result, dsum = (call.y, None) if isinstance(call, Forward) else (call.dx, call.dsum)
+    if result is not None:
+        shape = len(rows), layout.shape[1]
+        found = np.broadcast_to(np.zeros((), result.dtype), shape)
+        if dsum is not None:
+            found = np.zeros(shape, result.dtype)
+            add(layout.read(dsum, rows), found, found)
+        layout.write(result, rows, found)
 
 
 # ---- rows, as they lie or as copies ----
 
 
-def _view(call: Any, layout: Layout) -> Any:
-    """Return the call with its arrays seen as rows; None if an array has no such view, or is overwritten too early."""
-    if _reads_again(call):
-        return None
-    is_plain = True
-
-    def view(array: Array) -> Array | None:
-        nonlocal is_plain
-        found = layout.view(array) if is_plain else None
-        is_plain = is_plain and found is not None
-        return found
-
-    seen = change(call, view, view, slice(None))
-    return seen if is_plain else None
+def _index(rows: range | Array) -> slice | Array:
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
 
 
 def _reads_again(call: Any) -> bool:
@@ -103,143 +123,100 @@ def _reads_again(call: Any) -> bool:
     return pair[1] is not None and np.may_share_memory(*pair)
 
 
-def _blocks(operation: str, backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Part]:
-    """Cut rows into blocks: each of whole tiles or samples, so that no bit depends on the blocks."""
-    rows, masked, _, samples = whole
-    count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    if isinstance(samples, slice):
-        unit = count // samples.stop
-    else:
-        is_nearest = call.norm.rounding == "nearest"
-        unit = implementation("tile_rows", backend)(count, layout.shape[1], is_nearest)
-    step = max(BLOCK // max(unit * layout.shape[1] * call.x.itemsize, 1), 1) * max(unit, 1)
-    if operation == "double_backward" or step >= count:
-        yield Part(rows, masked, count, samples)
+def _blocks(backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Part]:
+    """Cut rows that are not plain into blocks of whole tiles or samples: no bit depends on them."""
+    rows, n = whole.rows, layout.shape[1]
+    fields = zip(call._fields, call, strict=True)
+    like_x = [v for n, v in fields if v is not None and (n in READ or n in WRITTEN)]
+    is_plain = isinstance(rows, range) and not _reads_again(call)
+    is_plain = is_plain and all(layout.view(each) is not None for each in like_x)
+    if is_plain or not isinstance(call, (Forward, Backward)):
+        yield whole
         return
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        some = slice(start, stop) if isinstance(rows, slice) else rows[start:stop]
-        own = slice(start // unit, stop // unit) if isinstance(samples, slice) else None
-        yield Part(some, masked, count, own)
+    unit = whole.plan_rows
+    if call.samples == 1:
+        unit = implementation("tile_rows", backend)(len(rows), n, call.norm.rounding == "nearest")
+    unit = max(unit, 1)
+    step = max(BLOCK // (unit * n * call.x.itemsize), 1) * unit
+    for start in range(0, max(len(rows), 1), step):
+        yield whole._replace(rows=rows[start : start + step])
 
 
-def _run_part(operation: str, backend: str, call: Any, layout: Layout, some: Part) -> Any:
+def _run_part(backend: str, call: Any, layout: Layout, some: Part) -> Any:
     """Do some rows: plain arrays as they lie, others as copies."""
-    rows, copied, written = some.rows, _reads_again(call), {}
+    rows, copied, written = some.rows, _reads_again(call), list[tuple[Array, Array]]()
+
+    def view(array: Array) -> Array | None:
+        found = layout.view(array) if isinstance(rows, range) else None
+        return None if found is None else found[_index(rows)]
 
     def read(array: Array) -> Array:
-        view = layout.view(array) if isinstance(rows, slice) and not copied else None
-        return layout.read(array, rows) if view is None else view[rows]
+        found = None if copied else view(array)
+        return layout.read(array, rows) if found is None else found
 
     def write(array: Array) -> Array:
-        view = layout.view(array) if isinstance(rows, slice) else None
-        if view is not None:
-            return view[rows]
-        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        written[id(array)] = array, (found := memory.empty((count, layout.shape[1]), array.dtype))
+        found = view(array)
+        if found is None:
+            found = memory.empty((len(rows), layout.shape[1]), array.dtype)
+            written.append((array, found))
         return found
 
-    where = call.where if some.masked else None
-    seen = change(call._replace(where=where), read, write, rows)
-    if isinstance(some.samples, slice):
-        number = some.samples.stop - some.samples.start
-        seen = _sample(seen, some.samples if number > 1 else some.samples.start)
-        seen = seen._replace(samples=number)
-    if isinstance(call, Backward):
+    if call.where is not None and not some.masked:
+        call = call._replace(where=None)
+    seen = change(call, read, write, _index(rows))
+    if isinstance(rows, range) and layout.samples > 1:
+        first, stop = rows.start // some.plan_rows, rows.stop // some.plan_rows
+        seen = of_sample(seen, first if stop - first == 1 else slice(first, stop))
+        seen = seen._replace(samples=stop - first)
+    if isinstance(call, Backward) and some.plan_rows != len(rows):
         seen = seen._replace(plan_rows=some.plan_rows)
-    kept = run(operation, backend, seen)
-    for array, found in written.values():
+    kept = run(backend, seen)
+    for array, found in written:
         layout.write(array, rows, found)
     return kept
-
-
-def _sample(call: Any, i: int | slice) -> Any:
-    """Return a call with gamma, beta and their gradients of one sample, or of some."""
-    if isinstance(call, Backward):
-        call = call._replace(dgamma=part(call.dgamma, i), dbeta=part(call.dbeta, i))
-    return call._replace(norm=call.norm.sample(i))
-
-
-def _fill_others(call: Any, layout: Layout, rows: Array) -> None:
-    """Write 0, or in dx dsum, rounded, into rows without an element that counts."""
-    for name in WRITTEN.intersection(call._fields) - {"total"}:
-        array = getattr(call, name)
-        if array is None:
-            continue
-        found = np.broadcast_to(np.zeros((), array.dtype), (len(rows), layout.shape[1]))
-        if getattr(call, "dsum", None) is not None:
-            zeros, found = found, np.empty(found.shape, array.dtype)
-            add(layout.read(call.dsum, rows), zeros, found)
-        layout.write(array, rows, found)
-
-
-def _spread(words: list[tuple[Any, Any]], count: int) -> Statistics:
-    """Return the statistics of all rows, 0 for rows without an element that counts."""
-    found = joined([kept for _, kept in words])
-    numbers = np.concatenate([rows for rows, _ in words])
-    whole: list[Any] = []
-    for word in found:
-        whole.append(None if word is None else np.zeros((count, *word.shape[1:]), word.dtype))
-        if word is not None:
-            whole[-1][numbers] = word
-    return Statistics._make(whole)
 
 
 # ---- sums over rows that are done in parts ----
 
 
-def _run_parts(
-    operation: str, backend: str, call: Any, layout: Layout, parts: list[Part], old: Any = None
-) -> list[Any]:
+def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> list[Any]:
     """Do all parts; return what each returns."""
-    is_cut = len(parts) > 1 and parts[0].samples is None
-    if isinstance(call, Backward) and call.sums == "rounded" and (is_cut or old is not None):
-        if call.dx is None or not np.may_share_memory(call.dy, call.dx):
-            _round_parts(backend, call, layout, parts, old)
-            return []
-        # The sums come first: dx is written over dy.
-        _round_parts(backend, call._replace(dx=None), layout, parts, old)
-        call = call._replace(dgamma=None, dbeta=None)
-    return [_run_part(operation, backend, call, layout, each) for each in parts]
+    if isinstance(call, Backward):
+        is_cut = call.sums == "rounded" and len(parts) > 1 and call.samples == 1
+        if is_cut or call.sums == "added":
+            if call.dx is None or not np.may_share_memory(call.dy, call.dx):
+                _round_parts(backend, call, layout, parts)
+                return []
+            # The sums come first: dx is written over dy.
+            _round_parts(backend, call._replace(dx=None), layout, parts)
+            call = call._replace(dgamma=None, dbeta=None, sums="rounded")
+    return [_run_part(backend, call, layout, each) for each in parts]
 
 
-def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part], old: Any) -> None:
-    """Do the parts, which add their sums to the old values, and round once."""
-    results = call.dgamma, call.dbeta
-    olds: Any = old or (None, None)
-    sums: list[Any] = [None, None]
-    values, exact = sums.copy(), sums.copy()
-    for k, result in enumerate(results):
-        if result is not None:
-            start = np.zeros(result.shape) if old is None else olds[k].astype(np.float64)
-            sums[k] = as_partial(start, 0.0, 0.0)
-    some = call._replace(dgamma=sums[0], dbeta=sums[1], sums="pairs")
-    _run_parts("backward", backend, some, layout, parts)
-    for k, result in enumerate(results):
-        if result is not None:
-            values[k], asked = rounded(sums[k], result.dtype)
-            exact[k] = _exact_start(asked, olds[k])
-    if any(each is not None and each.any() for each in exact):
-        again = call._replace(dx=None, dgamma=exact[0], dbeta=exact[1], sums="exact")
-        _run_parts("backward", backend, again, layout, parts)
-    for k, result in enumerate(results):
-        if result is not None:
-            result[...] = decided(values[k], exact[k] != 0, exact[k])
+def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
+    """Do the parts, merge their sums, with old values if they are to be added, and round once."""
+    results = {n: each for n in SUMS if (each := getattr(call, n)) is not None}
+    olds = {n: np.zeros(each.shape) for n, each in results.items()}
+    if call.sums == "added":
+        olds = {n: each.astype(np.float64) for n, each in results.items()}
+    sums: Any = {name: as_partial(old, 0.0, 0.0) for name, old in olds.items()}
+    _run_parts(backend, call._replace(sums="pairs", **sums), layout, parts)
+    exact: Any = {}
+    for name, result in results.items():
+        result[...], uncertified = rounded(sums[name], result.dtype)
+        exact[name] = np.zeros(result.shape, object)
+        exact[name][uncertified] = [
+            ExactSum.of_numbers(old[None]) if np.isfinite(old) else float(old)
+            for old in olds[name][uncertified]
+        ]
+    if any(each.any() for each in exact.values()):
+        _run_parts(backend, call._replace(dx=None, sums="exact", **exact), layout, parts)
+    for name, result in results.items():
+        result[...] = decided(result, exact[name])
 
 
-def _exact_start(uncertified: Array, old: Array | None) -> Array:
-    """Return objects: 0 for a certified column; for others the exact old value, to which sums are added."""
-    start: Array = np.where(uncertified, NOTHING, 0)
-    if old is not None:
-        for place in zip(*np.nonzero(uncertified), strict=True):
-            number = old[place].astype(np.float64)
-            is_finite = np.isfinite(number)
-            start[place] = ExactSum.of_numbers(number[None]) if is_finite else float(number)
-    return start
-
-
-def decided(values: Array, uncertified: Array, exact: Array) -> Array:
-    """Return what `partial.rounded` did, uncertified columns by their exact sums over all rows."""
-    result, roots = values.copy(), dict[int, Root]()
+def decided(values: Array, exact: Array) -> Array:
+    """Return the rounded sums, but those that have an exact sum over all rows, not 0, by that."""
+    result, uncertified, roots = values.copy(), exact != 0, dict[int, Root]()
     result[uncertified] = [round_sum(each, values.dtype, roots) for each in exact[uncertified]]
     return result

@@ -1,19 +1,26 @@
-"""The functions of layer normalization."""
+"""The functions of layer normalization and of RMS normalization."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from numpy.typing import ArrayLike
 
-from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.backward import backward
+from stablenorm.functional.derivatives import backward
 from stablenorm.functional.forward import forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
 # Makes a NamedTuple in half the time.
 _new = tuple.__new__
+
+
+def on_dask() -> Any:
+    """Return what does calls on Dask arrays; whoever has one has loaded Dask."""
+    from stablenorm import dask  # noqa: PLC0415
+
+    return dask
 
 
 def layer_norm(
@@ -81,10 +88,6 @@ def layer_norm(
     ImportError
         If ``backend="native"`` was asked for and its kernels are not built.
 
-    See Also
-    --------
-    layer_norm_forward : The same, with the cache that `layer_norm_backward` needs.
-
     Notes
     -----
     Each element is within ``0.501 ulp + c * S`` of the exact result for the floats given. S is
@@ -101,9 +104,6 @@ def layer_norm(
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
-    Results of 1 MiB or more may reuse memory of deleted results, since clearing new pages takes longer
-    than the layer norm: `stablenorm.memory.set_idle_limit`.
-
     Examples
     --------
     >>> import numpy as np
@@ -115,8 +115,7 @@ def layer_norm(
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, axis, out, backend, False, residual, where)[0]
-    return y
+    return run(x, norm, axis, out, backend, False, residual, where)[0]
 
 
 def layer_norm_forward(
@@ -174,11 +173,6 @@ def layer_norm_forward(
     TypeError, ValueError, ImportError
         As `layer_norm` does.
 
-    See Also
-    --------
-    layer_norm : Accuracy and limits are described there.
-    layer_norm_backward : The gradients.
-
     Examples
     --------
     >>> import numpy as np
@@ -190,8 +184,7 @@ def layer_norm_forward(
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where)
-    return found
+    return run(x, norm, axis, out, backend, True, residual, where)
 
 
 def layer_norm_backward(
@@ -253,10 +246,6 @@ def layer_norm_backward(
         or `sum_axes` names something else, there is no `out` to accumulate in, or the cache is one
         of `rms_norm_forward`.
 
-    See Also
-    --------
-    layer_norm_forward : Makes the cache.
-
     Notes
     -----
     The errors are within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma and
@@ -283,7 +272,142 @@ def layer_norm_backward(
     True
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(
-        dy, cache, "layer", wrt, out, dsum, sum_axes, dmean, drstd, accumulate
-    )
-    return gradients
+    return run(dy, cache, "layer", wrt, out, dsum, sum_axes, dmean, drstd, accumulate)
+
+
+def rms_norm(
+    x: ArrayLike,
+    gamma: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | tuple[int, ...] | None = -1,
+    out: Array | None = None,
+    backend: Backend | None = None,
+    gamma_offset: float = 0.0,
+    rounding: Rounding = "fast",
+    residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+) -> Array:
+    """
+    Divide `x` by its root mean square over `axis`, then scale and shift.
+
+    Parameters
+    ----------
+    x : array
+        As for `layer_norm`, and so are all the rest and the errors; not for CUDA arrays.
+    eps : float, default: 1e-5
+        Added to the mean square before the square root. Finite and >= 0.
+
+    Returns
+    -------
+    array
+        ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, of the shape and dtype of `x`; `out` if
+        that was given.
+
+    Notes
+    -----
+    Each element is within ``0.501 ulp + c * S`` of the exact result, or correctly rounded, as
+    `layer_norm` says, with ``S = |gamma xhat| + |beta|``.
+    A row of zeros is beta; with ``eps=0`` it is NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm
+    >>> rms_norm(np.array([[3.0, 4.0], [-60.0, 80.0]])).round(3)
+    array([[ 0.849,  1.131],
+           [-0.849,  1.131]])
+    """
+    norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
+    run = on_dask().forward if is_lazy(x) else forward
+    return run(x, norm, axis, out, backend, False, residual, where)[0]
+
+
+def rms_norm_forward(
+    x: ArrayLike,
+    gamma: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | tuple[int, ...] | None = -1,
+    out: Array | None = None,
+    backend: Backend | None = None,
+    gamma_offset: float = 0.0,
+    rounding: Rounding = "fast",
+    residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+) -> tuple[Array, Cache]:
+    """
+    Normalize `x` as `rms_norm` does, and keep what the backward needs.
+
+    Parameters
+    ----------
+    x : array
+        As for `layer_norm_forward`, and so are all the rest and the errors.
+
+    Returns
+    -------
+    y : array
+        The result, of the shape and dtype of `x`.
+    cache : Cache
+        For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
+        square, 8 bytes (16 with float64 data; 8 more with ``rounding="nearest"``).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm_forward
+    >>> y, cache = rms_norm_forward(np.array([[3.0, 4.0]]), gamma=np.zeros(2), gamma_offset=1.0)
+    >>> cache.rstd.round(3)
+    array([[0.283]])
+    """
+    norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
+    run = on_dask().forward if is_lazy(x) else forward
+    return run(x, norm, axis, out, backend, True, residual, where)
+
+
+def rms_norm_backward(
+    dy: ArrayLike,
+    cache: Cache,
+    *,
+    wrt: Sequence[Name] = NAMES,
+    out: Sequence[Array | None] | None = None,
+    dsum: ArrayLike | None = None,
+    sum_axes: int | tuple[int, ...] | None = None,
+    drstd: ArrayLike | None = None,
+    accumulate: bool = False,
+) -> Gradients:
+    """
+    Pull the cotangent `dy` back through `rms_norm_forward`.
+
+    Parameters
+    ----------
+    dy : array
+        As for `layer_norm_backward`, and so are all the rest and the errors; the cache is that of
+        `rms_norm_forward`. There is no `dmean`.
+
+    Notes
+    -----
+    The errors are those of `layer_norm_backward`; here S is
+
+    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``, plus the size of dsum and of what drstd adds;
+    - for dgamma: the sum over rows of ``|dy xhat|``; for dbeta: of ``|dy|``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm_backward, rms_norm_forward
+    >>> y, cache = rms_norm_forward(np.array([[3.0, 4.0]]))
+    >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
+    array([[ 0.181, -0.136]])
+    """
+    run = on_dask().backward if is_lazy_cache(cache) else backward
+    return run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
+
+
+# By the kind of the norm: forward and backward.
+FUNCTIONS = {
+    "layer": (layer_norm_forward, layer_norm_backward),
+    "rms": (rms_norm_forward, rms_norm_backward),
+}
