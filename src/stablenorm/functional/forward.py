@@ -13,7 +13,7 @@ from stablenorm.functional.combinations import check_combinations, features_of
 from stablenorm.functional.layout import lead_of
 from stablenorm.functional.plain import BLOCK, run_plain
 from stablenorm.reference.blocks import add
-from stablenorm.types import Array, Cache, Norm, check_eps
+from stablenorm.types import Array, Cache, Norm, check_eps, real
 
 
 def forward(
@@ -71,12 +71,14 @@ def forward(
 def _reworded(
     x: Any, norm: Norm, axis: Any, out: Any, keep: bool, residual: Any, where: Any, threads: Any
 ) -> Any:
-    """Try the kernels with other spellings of axis and eps made the usual ones, and a small x with gaps copied."""
+    """Try the kernels with the usual spellings of axis and numbers, and with a copy of a small x with gaps."""
     if type(x) is not np.ndarray or x.ndim == 0 or where is not None:
         return None
     if normalize_axes(axis, x.ndim) != (x.ndim - 1,):
         return None
     norm, rows = norm._replace(eps=check_eps(norm.eps)), x
+    if type(norm.gamma_offset) is not float:
+        norm = norm._replace(gamma_offset=real("gamma_offset", norm.gamma_offset))
     if out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative:
         rows = np.ascontiguousarray(x)
     found: Any = plain("forward")(rows, norm, -1, out, None, keep, residual, None, threads)

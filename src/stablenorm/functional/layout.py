@@ -43,12 +43,13 @@ class Layout(NamedTuple):
         return moved if len(self.last) < moved.ndim else moved[np.newaxis]
 
     def view(self, moved: Array) -> Array | None:
-        """Return an array as (rows, n) without a copy; None if its rows are not plain."""
-        count = len(self.leading)
+        """Return an array, a memmap perhaps, as (rows, n) without a copy; None if its rows are not plain."""
+        moved, count = np.asarray(moved), len(self.leading)
         if not moved.flags.c_contiguous:
             if _step_of(moved.shape[:count], moved.strides[:count]) is None:
                 return None
-            if _step_of(moved.shape[count:], moved.strides[count:]) not in (0, moved.itemsize):
+            step = _step_of(moved.shape[count:], moved.strides[count:])
+            if self.shape[1] > 1 and step != moved.itemsize:
                 return None
         # Such axes merge without a copy.
         return moved.reshape(self.shape)
@@ -87,7 +88,9 @@ class Layout(NamedTuple):
         """Return gamma or beta as (n,); with samples as (samples, n), the same elements where it does not vary."""
         if array is None or (array.ndim == 1 == self.samples and array.flags.c_contiguous):
             return array
-        whole = np.broadcast_to(np.ascontiguousarray(array), self.lead + self.last)
+        whole = np.ascontiguousarray(array)
+        if whole.size < self.samples * self.shape[1]:
+            whole = np.broadcast_to(whole, self.lead + self.last)
         return whole.reshape(self.of_samples)
 
 

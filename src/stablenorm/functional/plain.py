@@ -44,9 +44,12 @@ def run_plain(backend: str, call: Any, axes: tuple[int, ...], *leads: Lead) -> S
     call = call._replace(norm=call.norm._replace(gamma=gamma, beta=beta), **rooms)
     if layout.samples > 1:
         call = call._replace(samples=layout.samples)
-    numbers = layout.numbers()
-    order = slice(None) if numbers is None else numbers
-    kept = _run_rows(backend, change(call, layout.moved, layout.moved, order), layout)
+    numbers = None
+    if layout.order != tuple(range(call.x.ndim)) or len(layout.last) == call.x.ndim:
+        numbers = layout.numbers()
+        order = slice(None) if numbers is None else numbers
+        call = change(call, layout.moved, layout.moved, order)
+    kept = _run_rows(backend, call, layout)
     for name, room in rooms.items():
         if not np.may_share_memory(room, sums[name]):
             sums[name][...] = room.reshape(sums[name].shape)

@@ -52,13 +52,15 @@ struct Call {
     Rows x, y, dy, source, plus;
     // Samples have a gamma, a beta and sums of their own; `rows` are those of one sample.
     Index samples = 1, rows = 0, n = 0;
+    int ndim = 0;  // of x
     Index plan_rows = 0;  // rows of the whole call, which decide the tiles; this call may be a block of it
     const char *gamma = nullptr, *beta = nullptr;
     Type gamma_type = F32, beta_type = F32;
     Index gamma_stride = 0, beta_stride = 0;  // bytes from one sample to the next
     double eps = 0, gamma_offset = 0;
-    // in_pairs: in double-double. nearest: every result is the exact one, rounded.
-    bool rms = false, backward = false, in_pairs = false, nearest = false;
+    // in_pairs: in double-double. nearest: every result is the exact one, rounded. accumulate: the sums over rows are added to
+    // what is there.
+    bool rms = false, backward = false, in_pairs = false, nearest = false, accumulate = false;
 
     // The statistics, one float64 a row: pairs have low parts and tails, nearest a spread >= rms(xhat). Both mark rows.
     double *mean = nullptr, *rest = nullptr, *rstd = nullptr;

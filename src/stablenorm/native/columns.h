@@ -82,8 +82,9 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
     Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4;
     // A tile of one part has low parts of 0.
     bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
-    const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 3 * start : nullptr;
-    if (c.tiles == 1 && !carried) {
+    Type type = c.sums_type[which];
+    bool carries = !c.nearest && (type == PARTIAL || c.accumulate);
+    if (c.tiles == 1 && !carries) {
         double* sums = c.sums + start;
         of.high = sums + 2 * which * p, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
         return;
@@ -91,7 +92,9 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
     memset(of.room, 0, sizeof of.room);
     double *high = of.room[0], *low = of.room[1];
     of.high = high, of.low = low, of.size = of.room[2], of.other = of.room[3];
-    for (Index j = 0; carried && j < count; j++) high[j] = carried[3 * j], low[j] = carried[3 * j + 1];
+    const char* old = c.sums_out[which] + start * BYTES[type];
+    if (carries && type != PARTIAL) convert_row(type, old, high, count);
+    for (Index j = 0; carries && type == PARTIAL && j < count; j++) high[j] = ((double*)old)[3 * j], low[j] = ((double*)old)[3 * j + 1];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + 2 * which * p, high, low, count);

@@ -69,13 +69,13 @@ PyObject* as_named(int type, PyObject* values) {
 
 // ---- both directions ----
 
-// Gamma or beta: (n,) or, of samples, (samples, n), whose rows may be the same.
+// Gamma or beta: n elements, maybe with leading axes of 1 as x has; of samples, (samples, n), whose rows may be the same.
 bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& type, Index& stride) {
     if (!is_given(object)) return true;
     PyArrayObject* a = (PyArrayObject*)object;
-    if (!is_of_floats(object, type) || type == PARTIAL || PyArray_NDIM(a) != (c.samples > 1 ? 2 : 1)) return false;
+    if (!is_of_floats(object, type) || type == PARTIAL || PyArray_NDIM(a) > c.ndim) return false;
     if (last_length(a) != c.n || (c.n > 1 && PyArray_STRIDE(a, PyArray_NDIM(a) - 1) != BYTES[type])) return false;
-    if (c.samples > 1 && PyArray_DIM(a, 0) != c.samples) return false;
+    if (PyArray_SIZE(a) != c.samples * c.n || (c.samples > 1 && PyArray_NDIM(a) != 2)) return false;
     return data = PyArray_BYTES(a), stride = PyArray_STRIDE(a, 0), true;
 }
 
@@ -94,7 +94,7 @@ bool see_norm(PyObject* of, Call& c) {
 // The rows of x, in so many samples.
 bool see_x(PyObject* object, PyObject* samples, Call& c) {
     if (!see_rows(object, c.x)) return false;
-    c.n = last_length((PyArrayObject*)object);
+    c.n = last_length((PyArrayObject*)object), c.ndim = PyArray_NDIM((PyArrayObject*)object);
     Index rows = PyArray_SIZE((PyArrayObject*)object) / c.n;
     c.samples = samples ? PyLong_AsSsize_t(samples) : 1, c.rows = rows / (c.samples > 0 ? c.samples : 1);
     return c.samples > 0 && c.rows * c.samples == rows;
@@ -248,12 +248,15 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     c.backward = true;
     bool is_more = count == ALL, wanted[3] = {};
     if (is_given(args[SUM_AXES]) || is_given(args[DMEAN]) || is_given(args[DRSTD])) return declined();
-    if (!jobs::kernels || args[ACCUMULATE] != Py_False || !see_names(args[WRT], wanted)) return declined();
+    if (!jobs::kernels || !see_names(args[WRT], wanted)) return declined();
     if (!see_cache(args[OF_CACHE], args[KIND], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
     PyObject *x = field(args[OF_CACHE], of_cache::x), *norm = field(args[OF_CACHE], of_cache::norm), *out = args[OUT], *dy = args[DY];
     if (!see_like_x(dy, x, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c.plus)) return declined();
     if (is_given(out) && !(PyTuple_Check(out) && PyTuple_Size(out) == 3)) return declined();
-    c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.in_pairs = c.x.type == F64;
+    c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.in_pairs = c.x.type == F64 || jobs::has_huge_dy(c);
+    c.accumulate = args[ACCUMULATE] == Py_True;
+    // Sums with uncertified columns are added to old values in Python.
+    if ((c.accumulate && c.pairs()) || !PyBool_Check(args[ACCUMULATE])) return declined();
 
     Owned own;
     PyObject* likes[] = {x, field(norm, of_norm::gamma), field(norm, of_norm::beta)};
@@ -266,11 +269,11 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         PyObject* read = given == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
         if (is_given(given) && !is_more && !is_room(given, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]})) return declined();
         if (!wanted[i] || !(is_given(given) || is_given(likes[i]))) continue;
+        if (c.accumulate && i > 0 && !is_given(given)) return declined();
         results[i] = own(result_like(given, (PyArrayObject*)likes[i]));
         if (!results[i]) return nullptr;
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
-    if (!c.in_pairs) c.in_pairs = jobs::has_huge_dy(c);
     PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache::statistics);
     if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
     if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
