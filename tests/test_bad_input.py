@@ -133,7 +133,7 @@ TABLE = [
     # Files that are not what they seem.
     ("x.npy", lambda: npy((0, 2**70)), "diagnose x.npy", "x.npy must be whole, got a damaged one"),
     ("x.npy", lambda: npy((0, 2**62)), "diagnose x.npy", "x.npy must be whole, got a damaged one"),
-    ("x.st", lambda: tensors(x=([0, 2**62], 0, 0)), "diagnose x.st", "x in x.st must be whole, go"),
+    ("x.st", lambda: tensors(x=([0, 2**62], 0, 0)), "diagnose x.st", "x.st must be whole, got a da"),
     ("x.npy", lambda: whole(X)[:-8], "diagnose x.npy", "x.npy must be whole, got a damaged one"),
     ("x.st", lambda: tensors(x=([2, 8], 0, 64))[:-8], "diagnose x.st", "x in x.st must be whole"),
     ("x.npy", lambda: npy((-1, 8), data=bytes(64)), "diagnose x.npy", "must be whole, got a damag"),

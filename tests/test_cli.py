@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stablenorm.cli.findings as job
+import stablenorm.cli.sections as job
 from stablenorm import layer_norm, layer_norm_forward
 from stablenorm.cli import main
+from stablenorm.cli import run as command
 from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -59,8 +60,8 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
         warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
         return compute(_problem)
 
-    compute = job.compute
-    monkeypatch.setattr(job, "compute", warn)
+    compute = command.compute
+    monkeypatch.setattr(command, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,18 +25,16 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """
-    One part of what is told; `notes` say how the numbers were obtained.
-
-    `draw` draws its picture, which shows what `caption` says.
-    """
+    """One part of what is told; `notes` say how the numbers were obtained."""
 
     heading: str
     text: str
     tables: Sequence[Table] = ()
     notes: str = ""
-    draw: Callable[[Any], None] | None = None
-    caption: str = ""
+    verdict: str = "PASS"
+    # For the page alone: a sentence, and the errors to draw, ours and those of the plain formula by output.
+    abstract: str = ""
+    errors: Mapping[str, Any] = {}
 
 
 def number(value: float) -> str:

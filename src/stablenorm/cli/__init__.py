@@ -4,7 +4,6 @@ import argparse
 import importlib
 import os
 import sys
-import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,8 +12,8 @@ import stablenorm
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
 from stablenorm.text import printable
 
-# Modules of this folder, in the order of --help. Each has SUMMARY, ABOUT, EXAMPLES, run() and OPTIONS: the
-# help of each, with changes to its row in the table of `parts` if there are any.
+# Modules of this folder, in the order of --help. Each has run() and OPTIONS: the help of each, with changes
+# to its row in the table of `parts` if there are any. The module's docstring is the help of the command.
 _COMMANDS = "run", "diagnose", "check", "bench"
 
 
@@ -23,13 +22,6 @@ class _Parser(argparse.ArgumentParser):
         """Raise what argparse would print under its usage: one line, as all errors here."""
         msg = f"{message}; see {self.prog} --help"
         raise InputError(msg)
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def _fill_text(self, text: str, width: int, _indent: str) -> str:
-        """Set paragraphs anew, and leave lists, whose lines are indented, as they are written."""
-        paragraphs = text.strip().split("\n\n")
-        return "\n\n".join(p if "\n  " in p else textwrap.fill(p, width) for p in paragraphs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,8 +97,15 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in names:
         module = importlib.import_module(f"stablenorm.cli.{name}")
-        texts = {"help": module.SUMMARY, "description": module.ABOUT, "epilog": module.EXAMPLES}
-        command = commands.add_parser(name, formatter_class=_Help, **texts)
+        summary, _, more = str(module.__doc__).strip().partition("\n\n")
+        about, _, examples = more.partition("\n\n")
+        command = commands.add_parser(
+            name,
+            help=summary[:1].lower() + summary[1:-1],
+            description=about,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.set_defaults(job=module.run)
         for option, given in module.OPTIONS.items():
             about, changes = (given, {}) if isinstance(given, str) else given

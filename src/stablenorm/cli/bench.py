@@ -1,23 +1,10 @@
-"""`stablenorm bench`: the speed of our backends on the user's shapes, beside a copy of memory."""
+"""
+Time forward and backward on your shapes, beside a copy of memory.
 
-import argparse
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+Time the forward and the backward of every backend on your shapes, in turn,
+and say what fraction of the speed of a copy they reach. The last axis is
+normalized.
 
-from stablenorm import timing
-from stablenorm.backends import choose
-from stablenorm.cli import parts
-from stablenorm.formats import parse
-from stablenorm.text import Table, quantity, shape_text
-
-# Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
-_LIMIT = 2.0
-_ROUNDS = 15
-# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
-_ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_per_second of_copy"
-
-EXAMPLES = """\
 examples:
   stablenorm bench                                       one shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
@@ -37,14 +24,25 @@ how to read it:
 exit status: 0 done, 2 it cannot be run (one line says why).
 """
 
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stablenorm import timing
+from stablenorm.backends import choose
+from stablenorm.cli import parts
+from stablenorm.formats import parse
+from stablenorm.text import Table, quantity, shape_text
+
+# Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
+_LIMIT = 2.0
+_ROUNDS = 15
+# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
+_ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_per_second of_copy"
 
 _REPEATED = {"action": "append", "default": None}
 _SEVERAL = "may be given several times; default: "
-SUMMARY = "time forward and backward on your shapes, beside a copy of memory"
-ABOUT = (
-    "Time the forward and the backward of every backend on your shapes, in turn, and say what "
-    "fraction of the speed of a copy they reach. The last axis is normalized."
-)
 OPTIONS = {
     "--shape": (f"of x; {_SEVERAL}32 512 768", _REPEATED),
     "--dtype": (f"{_SEVERAL}float32", _REPEATED),

@@ -1,24 +1,10 @@
-"""`stablenorm check`: check the layer or RMS norm in a file of the user's."""
+"""
+Check a layer or RMS norm that you have written: runs your file, names common mistakes.
 
-import argparse
-import warnings
+Run a Python file of yours and check the norm in it: its gradients against
+finite differences and a closed form, its behavior on hard inputs. The report
+names common mistakes, and the smallest error that would have been seen.
 
-import numpy as np
-
-from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.check.cases import example
-from stablenorm.cli import parts
-from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
-from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
-from stablenorm.formats import parse
-from stablenorm.text import shape_text
-from stablenorm.types import Array
-
-# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
-_SHAPES = ((2, 3, 8), (6, 8))
-_Data = tuple[Array, Array | None, Array | None]
-
-EXAMPLES = """\
 examples:
   stablenorm check mine.py
   stablenorm check mine.py --forward fwd --backward bwd
@@ -33,27 +19,42 @@ what the file holds, two functions or a class:
   class LayerNorm: ...                                forward(x), backward(dy)
 The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
 
-Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
-order; gamma and beta may be missing. The cache may be anything. Gradients may come as a tuple or,
-by name, as a dict. An eps fixed inside the forward is found, and said.
+Arguments are recognized by name (gamma or weight, beta or bias, ln_param,
+...), otherwise by order; gamma and beta may be missing. The cache may be
+anything. Gradients may come as a tuple or, by name, as a dict. An eps fixed
+inside the forward is found, and said.
 
-A class is made with n, (n,) or nothing. Its gamma and beta are attributes or members of params,
-there from the start or after the first forward; their gradients are returned, or stored in
-attributes (dgamma, grad_weight, gamma.grad, ...) or in grads.
+A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
+members of params, there from the start or after the first forward; their
+gradients are returned, or stored in attributes (dgamma, grad_weight,
+gamma.grad, ...) or in grads.
 
-THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
+THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you
+trust.
 
-exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (one line says why),
-3 inconclusive: too noisy, or too little compared, for a verdict.
+exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run
+(one line says why), 3 inconclusive: too noisy, or too little compared, for a
+verdict.
 """
 
+import argparse
 
-SUMMARY = "check a layer or RMS norm that you have written: runs your file, names common mistakes"
-ABOUT = (
-    "Run a Python file of yours and check the norm in it: its gradients against finite "
-    "differences and a closed form, its behavior on hard inputs. The report names common "
-    "mistakes, and the smallest error that would have been seen."
-)
+import numpy as np
+
+from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check.cases import example
+from stablenorm.check.roles import key_of
+from stablenorm.cli import parts
+from stablenorm.cli.user_file import UserError, UserFile, line_of, running
+from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
+from stablenorm.formats import parse
+from stablenorm.text import shape_text
+from stablenorm.types import Array
+
+# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
+_SHAPES = [(2, 3, 8), (6, 8)]
+_Shape = tuple[int, ...]
+
 OPTIONS = {
     "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
@@ -77,19 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     # x, dy, y, dx, and what the checks keep of them.
     parts.check_shape(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     try:
-        with (
-            kept_streams(),
-            warnings.catch_warnings(),
-            np.errstate(),
-            parts.progress_bar("comparing") as progress,
-        ):
-            norm = _adapt(UserFile(arguments.file), arguments)
-            # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
-            np.seterr(all="ignore")
-            warnings.simplefilter("ignore")
+        with parts.progress_bar("comparing") as progress, running(arguments.file) as file:
+            norm = _adapt(file, arguments)
+            kind = arguments.kind or ("rms" if "rms" in key_of(norm.name) else "layer")
             shape, notes = _choose_shape(norm, arguments)
             notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
-            check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
+            check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
             given = *_data(norm, shape, arguments), arguments.eps
             options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
             report = check(norm.forward, norm.backward, *given, **options, progress=progress)
@@ -118,49 +112,44 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
     if name is not None and is_named:
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
-    try:
+    # Without a signature that can be read, or that of a norm.
+    with parts.refusing(ValueError):
         if name is None:
             try:
-                given = arguments.forward, arguments.backward, arguments.kind
-                return adapt_functions(file, *given)
+                return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
             except parts.InputError:
                 if is_named or len(file.classes) != 1:
                     raise
-        n = (arguments.shape or _SHAPES[0])[-1]
-        return adapt_class(file, name or file.classes[0], n, arguments.kind)
-    # Without a signature that can be read, or that of a norm.
-    except ValueError as error:
-        raise parts.InputError(str(error)) from None
+        return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
-def _data(norm: Norm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
+def _data(norm: Norm, shape: _Shape, arguments: argparse.Namespace) -> list[Array | None]:
     """Return x, and gamma and beta where there are any."""
-    arrays = example(shape, np.random.default_rng(arguments.seed))
-    x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
-    return x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
+    x, gamma, beta = example(shape, np.random.default_rng(arguments.seed))
+    held = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
+    return [None if each is None else each.astype(arguments.dtype) for each in held]
 
 
-def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
+def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[_Shape, list[str]]:
     """Return the first shape that both functions accept, and why others were rejected."""
-    shapes = [tuple(arguments.shape)] if arguments.shape else list(_SHAPES)
-    refused: dict[tuple[int, ...], UserError] = {}
-    notes: list[str] = []
-    for shape in shapes:
+    notes, accepted, refused = list[str](), list[_Shape](), list[UserError]()
+    for shape in [tuple(arguments.shape)] if arguments.shape else _SHAPES:
         try:
             wrong = _objection(norm, _data(norm, shape, arguments), arguments.eps)
+            accepted.append(shape)
         except UserError as error:
-            wrong, refused[shape] = line_of(error), error
+            wrong = line_of(error)
+            refused.append(error)
         if not wrong:
             return shape, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # Wrong shapes, or a backward that raises, are for the check to judge.
-    for shape in shapes:
-        if shape not in refused:
-            return shape, []
-    raise refused[shapes[0]]
+    if accepted:
+        return accepted[0], []
+    raise refused[0]
 
 
-def _objection(norm: Norm, data: _Data, eps: float) -> str:
+def _objection(norm: Norm, data: list[Array | None], eps: float) -> str:
     """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
     y, cache = norm.forward(*data, eps)
     try:

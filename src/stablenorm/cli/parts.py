@@ -1,7 +1,6 @@
-"""Parts of all commands: options and their checks, files written whole, tables, lines, progress."""
+"""Parts of all commands: options and their checks, errors in a line, files, tables, progress."""
 
 import argparse
-import errno
 import importlib.util
 import io
 import math
@@ -9,11 +8,9 @@ import os
 import platform
 import secrets
 import shutil
-import stat
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ import stablenorm
 from stablenorm import text
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import Table, shape_text
+from stablenorm.text import Table
 from stablenorm.timing import ROUNDINGS
 from stablenorm.types import check_count, check_eps
 
@@ -38,12 +35,52 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_PIPE = 1,
 _NEEDED = {"--plot": ("matplotlib",), "--html": ("jinja2", "matplotlib")}
 # Columns of what no terminal shows: lines are left as they are.
 _UNBROKEN = 10_000
-# Seconds between two states of a progress line: more often would take its share of what is timed.
-_REDRAWN_S = 0.5
+
+
+# ---- bad input ----
 
 
 class InputError(Exception):
     """Input that cannot be used; the text is the one line to show."""
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], what: str = "") -> Iterator[None]:
+    """Raise errors of these kinds as bad input: `what`, and their own words."""
+    try:
+        yield
+    except (InputError, OSError, MemoryError):
+        raise
+    except kinds as error:
+        raise InputError(what + " ".join(str(error).split())) from error
+
+
+def what_is(path: Path) -> str:
+    """Say what stands in the place of a file."""
+    kinds = {
+        "a directory": path.is_dir,
+        "a pipe": path.is_fifo,
+        "a file": path.is_file,
+        "a device": path.exists,
+        "a link that leads nowhere": path.is_symlink,
+    }
+    return next((name for name, is_so in kinds.items() if is_so()), "which is not there")
+
+
+def check_memory(what: str, needed: int, cure: str = "save fewer rows") -> None:
+    """Refuse what does not fit in memory: the system would end the process, not warn."""
+    # Windows does not say how much there is.
+    with suppress(AttributeError):
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            msg = f"{what}, which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; {cure}"
+            raise InputError(msg)
+
+
+def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
+    """Refuse a ``--shape`` that does not fit in memory."""
+    what = f"--shape must fit in memory, got {text.shape_text(shape)}"
+    check_memory(what, bytes_per_element * math.prod(shape), "take fewer rows")
 
 
 # ---- options ----
@@ -81,18 +118,17 @@ def _written(name: str, *suffixes: str) -> dict[str, Any]:
         # The user's code, if any is run, may change the directory.
         path = Path(text).absolute()
         missing = [each for each in _NEEDED.get(name, ()) if importlib.util.find_spec(each) is None]
-        msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"' * bool(
-            missing
-        )
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
         elif path.is_dir():
             msg = f"{name} must be a new name, got the directory {text}; remove it first"
         elif not os.access(path.parent, os.W_OK):
             msg = f"{name} must be a file in an existing, writable directory, got {text}"
-        if msg:
-            raise InputError(msg)
-        return path
+        elif missing:
+            msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"'
+        else:
+            return path
+        raise InputError(msg)
 
     return {"type": check, "metavar": f"FILE{suffixes[0]}"}
 
@@ -121,32 +157,6 @@ TABLE: dict[str, dict[str, Any]] = {
     "--json": _written("--json", ".json"),
     "--plot": _written("--plot", ".png", ".svg", ".pdf"),
 }
-
-
-def what_is(path: Path) -> str:
-    """Say what stands in the place of a file."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        # A link to itself, a name too long, a folder that may not be read.
-        known = {errno.ENOENT: "which is not there", errno.ELOOP: "a link that leads to itself"}
-        return known.get(error.errno or 0, f"{error.strerror}".lower())
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a file")
-
-
-def check_memory(what: str, needed: int, cure: str) -> None:
-    """Refuse what does not fit in memory: the system would end the process, not warn."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        msg = f"{what}, which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; {cure}"
-        raise InputError(msg)
-
-
-def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
-    """Refuse a ``--shape`` that does not fit in memory."""
-    what = f"--shape must fit in memory, got {shape_text(shape)}"
-    check_memory(what, bytes_per_element * math.prod(shape), "take fewer rows")
 
 
 # ---- files written ----
@@ -222,25 +232,18 @@ def print_table(table: Table) -> None:
     print(shown.getvalue(), end="")
 
 
-# ---- progress ----
-
-
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[..., None]]:
     """Give ``progress(done, total, what)``, which a line on a terminal shows until the end."""
     # Bound to the real stream: a user's functions have theirs muted while they run.
-    stream, is_shown, due = sys.stderr, _is_terminal(sys.stderr), 0.0
+    show = partial(print, end="", file=sys.stderr, flush=True) if _is_terminal(sys.stderr) else None
 
     def progress(done: int, total: int, what: str = what) -> None:
-        nonlocal due
-        if is_shown and time.monotonic() >= due:
-            due = time.monotonic() + _REDRAWN_S
-            stream.write(f"\r{what}: {done} of {total}\x1b[K")
-            stream.flush()
+        if show:
+            show(f"\r{what}: {done} of {total}\x1b[K")
 
     try:
         yield progress
     finally:
-        if due:
-            stream.write("\r\x1b[K")
-            stream.flush()
+        if show:
+            show("\r\x1b[K")

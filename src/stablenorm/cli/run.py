@@ -1,19 +1,11 @@
-"""`stablenorm run`: compute, and check every number."""
+"""
+Compute y, dx, dgamma and dbeta of the arrays in a file, and check them.
 
-import argparse
-import itertools
+Compute y, dx, dgamma and dbeta, and check them against the exact result,
+against finite differences and a closed form. The error of the usual two-pass
+formula on the same data is shown beside ours, what other methods would lose,
+and what the norm costs. x is normalized over its last axis.
 
-import numpy as np
-
-from stablenorm.api import FUNCTIONS
-from stablenorm.cli import parts
-from stablenorm.cli.findings import Findings, compute_problem, inspect
-from stablenorm.cli.page import make_page
-from stablenorm.cli.sections import tell, worst
-from stablenorm.testing import digest, digest_inputs, published_digests
-from stablenorm.text import number, shape_text
-
-EXAMPLES = """\
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
   stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
@@ -25,17 +17,31 @@ examples:
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
 
-exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, one line says why.
+exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used,
+one line says why.
 """
 
+import argparse
+import itertools
 
-SUMMARY = "compute y, dx, dgamma and dbeta of the arrays in a file, and check them"
-ABOUT = (
-    "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
-    "differences and a closed form. The error of the usual two-pass formula on the same "
-    "data is shown beside ours, what other methods would lose, and what the norm costs. x is "
-    "normalized over its last axis."
-)
+import numpy as np
+
+from stablenorm.api import FUNCTIONS
+from stablenorm.cli import parts
+from stablenorm.cli.files import BUNDLED, list_members, read_eps
+from stablenorm.cli.page import make_page
+from stablenorm.cli.sections import SECTIONS, Problem, compute
+from stablenorm.testing import digest, digest_inputs, published_digests
+from stablenorm.text import Section, printable, shape_text
+
+_INPUTS = ("x", "gamma", "beta", "dy")
+# By the worst of all sections.
+_VERDICTS = {
+    "FAIL": "A CHECK FAILED.",
+    "INCONCLUSIVE": "No check failed.",
+    "PASS": "All checks passed.",
+}
+
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
     "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
@@ -53,27 +59,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm run` is asked."""
     if arguments.digests:
         return _compare_digests()
-    source, out, page = arguments.file, arguments.out, arguments.html
-    for option, path in (("--out", out), ("--html", page)):
-        if source and path and source.exists() and path.exists() and path.samefile(source):
-            msg = f"{option} must not be the file that is read, got {source}"
+    path, out, page = arguments.file, arguments.out, arguments.html
+    for option, written in (("--out", out), ("--html", page)):
+        if path and written and path.exists() and written.exists() and written.samefile(path):
+            msg = f"{option} must not be the file that is read, got {path}"
             raise parts.InputError(msg)
-    problem, results = compute_problem(arguments)
+    source = str(path) if path else f"bundled data ({BUNDLED.name})"
+    # The package refuses the user's input in its own words.
+    with parts.refusing(TypeError, ValueError):
+        problem, origin = _read(source, arguments)
+        results = compute(problem)
+    if msg := _objection(problem):
+        raise parts.InputError(msg)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
+    sections = list[Section]()
     with parts.progress_bar("") as progress:
-        findings = inspect(problem, results, progress)
-        progress(2, 3, "diagnosis")
-        sections = tell(findings)
-    judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
-    verdict = "All checks passed." if judged else "No check failed."
-    verdict = verdict if findings.passed else "A CHECK FAILED."
+        for what, tell in SECTIONS.items():
+            progress(len(sections), len(SECTIONS), what)
+            sections.append(tell(problem, results))
+    verdicts = {section.verdict for section in sections}
+    verdict = next(words for each, words in _VERDICTS.items() if each in verdicts)
     x, kind = problem.x, ", RMS norm" * (problem.kind == "rms")
-    about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {problem.dy_origin}"
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {origin}"
     if page:
-        title = f"{'RMS' if kind else 'Layer'} normalization of {problem.source}"
-        content = make_page(title, about, f"{_abstract(findings)} {verdict}", sections)
+        title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
+        content = make_page(title, about, verdict, sections)
         parts.write_whole(page, lambda file: file.write(content))
-    parts.print_lines(f": {about}", bold=problem.source)
+    parts.print_lines(f": {about}", bold=source)
     for table in itertools.chain.from_iterable(section.tables for section in sections):
         parts.print_table(table)
     # How the numbers were obtained is below all of them.
@@ -83,19 +95,56 @@ def run(arguments: argparse.Namespace) -> int:
     parts.print_lines(verdict)
     if page:
         parts.print_lines(f"The page: {page.as_uri()}")
-    return 0 if findings.passed else parts.EXIT_FAILED
+    return parts.EXIT_FAILED if "FAIL" in verdicts else 0
 
 
-def _abstract(findings: Findings) -> str:
-    """Compare ours with the plain formula in one sentence."""
-    ours, plain = (
-        number(max(worst(getattr(output, name)) for output in findings.outputs.values()))
-        for name in ("error", "plain_error")
-    )
-    return (
-        f"On these data the formula that everybody writes is off by up to {plain} ulp, units in the "
-        f"last place; stablenorm by {ours}, a correctly rounded result by at most 0.5."
-    )
+def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
+    """Read a file that holds x, or is x, or a directory of .npy files; return where dy is from, too."""
+    path = arguments.file or BUNDLED
+    if path.is_dir():
+        members = {each.stem: list_members(each)["x"] for each in sorted(path.glob("*.npy"))}
+    else:
+        members = list_members(path)
+    if "x" not in members:
+        held = printable(", ".join(sorted(members)), "") or "nothing of that kind"
+        msg = f"{source} must hold an array named x, got {held}"
+        raise parts.InputError(msg)
+    # x, dy, y and dx at least.
+    what = "x must fit in memory, with y, dx and dy, to be checked"
+    parts.check_memory(what, 4 * members["x"].like.nbytes)
+    x = members["x"].load()
+    shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
+    arrays = {name: members[name].load(shape) for name, shape in shapes.items() if name in members}
+    origin = "dy of the file"
+    if "dy" not in arrays:
+        origin = f"dy not given: random N(0, 1), seed {arguments.seed}"
+        drawn = np.random.default_rng(arguments.seed).standard_normal(x.shape)
+        arrays["dy"] = drawn.astype(x.dtype)
+    if unknown := sorted(members.keys() - {*_INPUTS, "eps"}):
+        origin += f"; not used: {', '.join(unknown)}"
+    eps, options = read_eps(members, arguments.eps), (arguments.rounding, arguments.kind)
+    gamma, beta = arrays.get("gamma"), arrays.get("beta")
+    return Problem(x, gamma, beta, eps, arrays["dy"], *options), origin
+
+
+def _objection(problem: Problem) -> str:
+    """Say why there is no exact result: NaN, infinity, no rows, 0/0; empty if there is one."""
+    x = problem.x
+    for name in _INPUTS:
+        array = getattr(problem, name)
+        if array is not None and not np.isfinite(array).all():
+            where = np.argwhere(~np.isfinite(array))[0]
+            value = f"{array[tuple(where)]} at {where.tolist()}"
+            end = "stablenorm diagnose names such rows"
+            return f"{name} must be finite to be checked, got {value}; {end}"
+    if x.size == 0:
+        return f"x must have at least one row, got {shape_text(x.shape)}"
+    is_layer = problem.kind == "layer"
+    undefined = np.flatnonzero((x == (x[..., :1] if is_layer else 0)).all(axis=-1))
+    if problem.eps == 0 and undefined.size:
+        what, row = "constant" if is_layer else "zero", undefined[0]
+        return f"eps must be > 0 where a row of x is {what}, got 0 and row {row}; pass --eps"
+    return ""
 
 
 def _compare_digests() -> int:

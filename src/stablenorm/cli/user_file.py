@@ -1,16 +1,18 @@
-"""A user's file: run once, its prints kept away, its errors told in one line with their place."""
+"""A user's file: run once, apart from the terminal, its errors told in one line with their place."""
 
 import contextlib
-import functools
 import inspect
+import io
 import os
 import runpy
 import sys
 import traceback
-import weakref
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stablenorm.check.roles import key_of, usual_names
 from stablenorm.cli.parts import InputError, what_is
@@ -32,22 +34,58 @@ def line_of(error: UserError) -> str:
     return f"{error}" if type(error) is UserError else f"{type(error).__name__}: {error}"
 
 
+class _Nothing(io.TextIOWrapper):
+    """A stream without input and output."""
+
+    def close(self) -> None:
+        """Stay open: code of the file may print after it has closed its streams."""
+
+
+@contextlib.contextmanager
+def running(path: Path) -> Iterator["UserFile"]:
+    """
+    Run a file, and give its names.
+
+    Meanwhile its code has no input and no output. What it closes or sets for the process is restored.
+    """
+    if path.suffix.lower() != ".py" or not path.is_file():
+        msg = f"FILE must be a Python file, named *.py, got {path}, {what_is(path)}"
+        raise InputError(msg)
+    print(f"stablenorm: running the code of {path}", file=sys.stderr)
+    kept: list[tuple[int, str, Any, int | None]] = []
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        copy = None
+        with contextlib.suppress(OSError):
+            copy = os.dup(number)
+        kept.append((number, name, getattr(sys, name), copy))
+    try:
+        with np.errstate(), warnings.catch_warnings(), Path(os.devnull).open("r+b") as file:
+            # input() would wait for somebody who does not know that he is asked.
+            sys.stdin = sys.stdout = sys.stderr = _Nothing(file, encoding="utf-8")
+            yield UserFile(path)
+    finally:
+        for number, name, stream, copy in kept:
+            setattr(sys, name, stream)
+            if copy is not None:
+                os.dup2(copy, number)
+                os.close(copy)
+                if getattr(stream, "closed", False):
+                    mode = "w" if number else "r"
+                    setattr(sys, name, open(number, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115
+
+
 class UserFile:
     """A file that has been run: its functions and its classes."""
 
     def __init__(self, path: Path):
-        if path.suffix.lower() != ".py" or not path.is_file():
-            msg = f"FILE must be a Python file, named *.py, got {path}, {what_is(path)}"
-            raise InputError(msg)
-        self.path, self.name = path.resolve(), path.name
-        print(f"stablenorm: running the code of {path}", file=sys.stderr)
+        self._path, self._name = path.resolve(), path.name
         # The folder stays on the path: functions may import when they are called.
-        sys.path.insert(0, str(self.path.parent))
-        # Opened once: the checked code is called thousands of times.
-        self._nothing = self._open_nothing()
-        with self._inside():
-            # A module would write __pycache__ beside the user's file.
-            self._names = runpy.run_path(str(self.path), run_name=_MODULE)
+        sys.path.insert(0, str(self._path.parent))
+        # A module would write __pycache__ beside the user's file.
+        self._names = self.guard(runpy.run_path)(str(self._path), run_name=_MODULE)
+        # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
+        np.seterr(all="ignore")
+        warnings.simplefilter("ignore")
         own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
         self.classes = [name for name in own if _is_layer(self._names[name])]
 
@@ -62,12 +100,15 @@ class UserFile:
         usual = (spelled[key] for key in usual_names(way, kind) if key in spelled)
         name = given or next(usual, "")
         if callable(self._names.get(name)):
-            return name, self.guard(self._names[name])
+            function = self.guard(self._names[name])
+            # An object with __call__ has no name of its own.
+            function.__name__ = name
+            return name, function
         held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
         wanted = given or f"{kind or 'layer'}_norm_{way}"
-        msg = f"{self.name} must have {wanted}, or name one with --{way}; it has {held}"
+        msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {held}"
         raise InputError(msg)
 
     def find_class(self, name: str) -> type:
@@ -84,70 +125,28 @@ class UserFile:
         return self.guard(next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n)))
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function: mute its prints, and add the line number to its exceptions."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            with self._inside():
-                return function(*args, **options)
-
-        return call
+        """Wrap a function: its exceptions become errors of the same name that say where."""
+        return self._told()(function)
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Give code of the file no input and no output, and tell what it raises in one line."""
-        stdin = sys.stdin
-        if self._nothing.closed:
-            self._nothing = self._open_nothing()
-        with contextlib.redirect_stdout(self._nothing), contextlib.redirect_stderr(self._nothing):
-            # input() would wait for somebody who does not know that he is asked.
-            sys.stdin = self._nothing
-            try:
-                yield
-            except (KeyboardInterrupt, MemoryError):
-                raise
-            # SystemExit too: exit() in a function ends the function, not the check.
-            except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
-                raise self._told(error) from None
-            finally:
-                sys.stdin = stdin
-
-    def _open_nothing(self) -> Any:
-        file = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115
-        weakref.finalize(self, file.close)
-        return file
-
-    def _told(self, error: BaseException) -> UserError:
-        """Return an error of the same name that says where in the file it was raised."""
-        place, text = self.name, " ".join(str(error).split())[:_LONGEST]
-        if isinstance(error, SyntaxError):
-            place, text = f"{Path(error.filename or self.name).name}:{error.lineno}", error.msg
-        # The innermost line of the file itself: what it calls is seldom to blame.
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == str(self.path):
-                place = f"{self.name}:{frame.lineno}"
-        if isinstance(error, SystemExit):
-            place += "; put what is not to be run under if __name__ == '__main__':"
-        named: type[UserError] = type(type(error).__name__, (UserError,), {})
-        return named(f"{text} at {place}".strip())
-
-
-@contextlib.contextmanager
-def kept_streams() -> Iterator[None]:
-    """Give back standard input, output and error, whatever the code of a file closes."""
-    kept = {}
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        with contextlib.suppress(OSError):
-            kept[name] = number, os.dup(number)
-    try:
-        yield
-    finally:
-        for name, (number, copy) in kept.items():
-            os.dup2(copy, number)
-            os.close(copy)
-            if getattr(sys, name).closed:
-                mode = "w" if number else "r"
-                setattr(sys, name, open(number, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        # SystemExit too: exit() in a function ends the function, not the check.
+        except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
+            place, text = self._name, " ".join(str(error).split())[:_LONGEST]
+            if isinstance(error, SyntaxError):
+                place, text = f"{Path(error.filename or place).name}:{error.lineno}", error.msg
+            # The innermost line of the file itself: what it calls is seldom to blame.
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename == str(self._path):
+                    place = f"{self._name}:{frame.lineno}"
+            if isinstance(error, SystemExit):
+                place += "; put what is not to be run under if __name__ == '__main__':"
+            named: type[UserError] = type(type(error).__name__, (UserError,), {})
+            raise named(f"{text} at {place}".strip()) from None
 
 
 def _is_layer(value: Any) -> bool:

@@ -27,12 +27,8 @@ class Norm(NamedTuple):
     takes: tuple[str, ...]
     # How both are called, for the reader.
     signature: str
-    kind: str
-
-
-def _kind_of(name: str) -> str:
-    """Return the kind that a function or class is called by."""
-    return "rms" if "rms" in key_of(name) else "layer"
+    # The name that tells the kind of the norm.
+    name: str
 
 
 # ---- functions ----
@@ -60,7 +56,7 @@ def adapt_functions(
 
     usual_forward, usual_backward, takes = roles.adapt(call, pull)
     signature = ", ".join(map(roles.spelled, (forward, backward)))
-    return Norm(usual_forward, usual_backward, takes, signature, kind or _kind_of(name))
+    return Norm(usual_forward, usual_backward, takes, signature, name)
 
 
 def _complete(
@@ -84,16 +80,7 @@ def _complete(
 # ---- a class ----
 
 
-class _Member(NamedTuple):
-    """Something that an instance holds, under a name; `put` puts another one there."""
-
-    name: str
-    value: Any
-    put: Callable[[Any], object]
-    gradient: Any = None
-
-
-def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
+def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
     class_ = file.find_class(name)
     made = _make(file, class_, n)
@@ -101,12 +88,12 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         if not _places(made, "gamma"):
             # The first forward may make the parameters.
             with contextlib.suppress(UserError):
-                file.method(made, "forward")(np.ones(shape))
+                _forward(file, made)(np.ones(shape))
     takes = tuple(role for role in PARAMETERS if _places(made, role))
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Callable[..., Any]]:
         instance = _make(file, class_, x.shape[-1])
-        forward, backward = (file.method(instance, way) for way in ("forward", "backward"))
+        forward, backward = _forward(file, instance), file.method(instance, "backward")
         if not all(_places(instance, role) for role in takes):
             forward(np.array(x))
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
@@ -117,7 +104,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 for place in places:
                     place.put(given)
         y, *cache = result if isinstance(result := forward(x), tuple) else (result,)
-        return y, instance, _of_dy(backward, x, *cache)
+        return y, instance, _of_dy(backward, x, cache)
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
@@ -127,7 +114,8 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
     def backward(dy: Array, cache: Any) -> _Gradients:
         _, instance, pull = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
         returned = pull(dy)
-        found = _stored_gradients(instance, takes)
+        slots = _slots(instance, takes)
+        found = {gradient_role(s.name): s.value for s in slots if s.value is not None}
         # A single array, or a list of one, is dx, and the others are stored.
         is_one = isinstance(returned, np.ndarray) or (type(returned) is list and len(returned) == 1)
         found |= roles.gradients_by_role(returned, () if is_one else takes)
@@ -137,22 +125,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 found[role] = np.reshape(found[role], -1)
         return _complete(found, takes, returned, ["x"])
 
-    signature = f"{name}({n}).forward(x), .backward(dy)"
-    return Norm(forward, backward, takes, signature, kind or _kind_of(name))
-
-
-def _of_dy(backward: Callable[..., Any], x: Array, *cache: Any) -> Callable[[Array], Any]:
-    """Return a backward of dy alone: some take x, or a cache, or, of a layer that learns there, a rate."""
-    names = [name for name, needed in roles.parameters(backward).items() if needed]
-    if len(names) < 2:
-        return backward
-    others = [name for name in names if role_of(name) != "x"] or names
-    if key_of(others[0]) in NAMES["cache"]:
-        others[:2] = others[1::-1]
-    order = zip(others, ("dy", "cache", *names), strict=False)
-    pull = roles.by_role(backward, dict.fromkeys(names, "x") | dict(order))
-    given = {"x": x, "cache": cache[0] if len(cache) == 1 else cache or 0.0}
-    return lambda dy: pull(**dict.fromkeys(names, 0.0) | given | {"dy": dy})
+    return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
 
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
@@ -179,54 +152,82 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     raise UserError(msg)
 
 
-def _attributes(instance: Any) -> dict[str, Any]:
-    # A slot may be empty yet.
+def _forward(file: UserFile, instance: Any) -> Callable[..., Any]:
+    """Return the forward of x alone: some must be told that they are in training."""
+    forward = file.method(instance, "forward")
+    flags = [n for n, needed in roles.parameters(forward).items() if needed and "train" in n]
+    return partial(forward, **dict.fromkeys(flags, True))
+
+
+def _of_dy(backward: Callable[..., Any], x: Array, cache: Sequence[Any]) -> Callable[[Array], Any]:
+    """Return a backward of dy alone: some take x, or a cache, or, of a layer that learns there, a rate."""
+    names = [name for name, needed in roles.parameters(backward).items() if needed]
+    if len(names) < 2:
+        return backward
+    others = [name for name in names if role_of(name) != "x"] or names
+    if key_of(others[0]) in NAMES["cache"]:
+        others[:2] = others[1::-1]
+    given: dict[str, Any] = dict.fromkeys(names, x) | dict.fromkeys(others, 0.0)
+    if cache and len(others) > 1:
+        given[others[1]] = cache[0] if len(cache) == 1 else cache
+    return lambda dy: backward(**given | {others[0]: dy})
+
+
+# ---- what an instance holds ----
+
+
+class _Slot(NamedTuple):
+    """A value that an instance holds, under a name; `put` puts another one there."""
+
+    name: str
+    value: Any
+    put: Callable[[Any], object]
+
+
+def _slots(instance: Any, takes: Sequence[str] = PARAMETERS) -> list[_Slot]:
+    """Return what is in `grads`, in attributes and in `params`; of two gradients of one, the last counts."""
+    # A slot of the class may be empty yet.
     held = ((name, getattr(instance, name, None)) for name in dir(instance) if name[:2] != "__")
-    return {name: value for name, value in held if not callable(value)}
-
-
-def _held(name: str, value: Any, put: Callable[[Any], object]) -> _Member:
+    attributes = {name: value for name, value in held if not callable(value)}
+    members = [*_members(attributes, "parameters", PARAMETERS)]
+    order = [role_of(slot.name) for slot in members]
+    listed = _members(attributes, "gradients", order if set(order) == set(takes) else takes)
+    named = [_Slot(n, v, partial(setattr, instance, n)) for n, v in attributes.items()] + members
     # Some put a parameter and its gradient into an object: its data and grad.
-    if isinstance(getattr(value, "data", None), np.ndarray) and hasattr(value, "grad"):
-        return _Member(name, value.data, partial(setattr, value, "data"), value.grad)
-    return _Member(name, value, put)
+    objects = [s for s in named if isinstance(getattr(s.value, "data", 0), np.ndarray)]
+    objects = [s for s in objects if hasattr(s.value, "grad")]
+    return [
+        *(s if gradient_role(s.name) else s._replace(name=f"d{s.name}") for s in listed),
+        *(_Slot(f"d{name}", value.grad, put) for name, value, put in objects),
+        *named,
+        *(_Slot(name, value.data, partial(setattr, value, "data")) for name, value, _ in objects),
+    ]
 
 
-def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
-    """Yield the attributes or, by `what` they are called, what a dict or an ordered list holds."""
-    attributes = _attributes(instance)
-    if not what:
-        yield from (_held(n, v, partial(setattr, instance, n)) for n, v in attributes.items())
-        return
+def _members(attributes: dict[str, Any], what: str, order: Sequence[str]) -> Iterator[_Slot]:
+    """Yield what the dicts and lists hold that are called so; a list is in this order."""
     for kept in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
         if isinstance(kept, dict):
-            yield from (_held(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
+            yield from (_Slot(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
         elif isinstance(kept, (list, tuple)):
             for i, (role, value) in enumerate(zip(order, kept, strict=False)):
+                # A gradient may come in a pair, after its parameter.
+                owner, held = (
+                    value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+                )
                 # A parameter that is an attribute as well is called like that.
-                same = (n for n, other in attributes.items() if other is value and role_of(n))
-                put: Any = partial(np.copyto, value)
-                if isinstance(kept, list):
-                    put = partial(kept.__setitem__, i)
-                yield _held(next(same, role), value, put)
+                same = (n for n, other in attributes.items() if other is owner and role_of(n))
+                put = (
+                    partial(kept.__setitem__, i)
+                    if isinstance(kept, list)
+                    else partial(np.copyto, held)
+                )
+                yield _Slot(next(same, role), held, put)
 
 
-def _places(instance: Any, role: str) -> list[_Member]:
-    """Return where gamma, beta or eps is, in an attribute or a member of `params`; empty if nowhere."""
+def _places(instance: Any, role: str) -> list[_Slot]:
+    """Return where gamma, beta or eps is; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
-    known = {key: i for i, key in enumerate(NAMES[role])}
-    held = [*_members(instance), *_members(instance, "parameters", PARAMETERS)]
-    found = [each for each in held if key_of(each.name) in known and isinstance(each.value, kind)]
-    found.sort(key=lambda each: known[key_of(each.name)])
-    return [each for each in found if each.value is found[0].value]
-
-
-def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
-    """Return by role the gradients in attributes and in lists and dicts of them."""
-    held = [*_members(instance, "parameters", PARAMETERS)]
-    order = [role_of(each.name) for each in held]
-    listed = _members(instance, "gradients", order if set(order) == set(takes) else list(takes))
-    found = {gradient_role(each.name) or role_of(each.name): each.value for each in listed}
-    held += _members(instance)
-    found |= {role_of(each.name): each.gradient for each in held if each.gradient is not None}
-    return found | {gradient_role(each.name): each.value for each in held if each.value is not None}
+    found = [s for s in _slots(instance) if role_of(s.name) == role and isinstance(s.value, kind)]
+    found.sort(key=lambda slot: NAMES[role].index(key_of(slot.name)))
+    return [slot for slot in found if slot.value is found[0].value]
