@@ -45,8 +45,15 @@ from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.check.cases import example
 from stablenorm.check.roles import key_of
 from stablenorm.cli import parts
-from stablenorm.cli.user_file import UserError, UserFile, line_of, running
-from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
+from stablenorm.cli.user_norm import (
+    Norm,
+    UserError,
+    UserFile,
+    adapt_class,
+    adapt_functions,
+    line_of,
+    running,
+)
 from stablenorm.formats import parse
 from stablenorm.text import shape_text
 from stablenorm.types import Array

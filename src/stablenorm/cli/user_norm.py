@@ -1,37 +1,163 @@
-"""Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``."""
+"""A user's file: run once, apart from the terminal; the norm in it, functions or a class, in the usual form."""
 
 import contextlib
 import functools
+import inspect
+import io
+import os
+import runpy
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.check import roles
-from stablenorm.check.operation import copies
 from stablenorm.check.roles import NAMES, PARAMETERS, gradient_role, key_of, role_of
-from stablenorm.cli.user_file import UserError, UserFile, line_of
+from stablenorm.cli.parts import InputError, what_is
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-_Gradients = tuple[Any, Any, Any]
+# Characters of a message of the user's code: enough to recognize it, with its place, in two lines.
+_LONGEST = 120
+# The methods of a class that is a layer.
+_METHODS = {way: (way, f"{way}_pass") for way in ("forward", "backward")}
+# The name that the file runs under: not "__main__", and nobody's module.
+_MODULE = "_checked_by_stablenorm"
+_STREAMS = "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"
+
+
+class UserError(Exception):
+    """Something is wrong with the user's code; an error that it raised gives its name to the type."""
+
+
+def line_of(error: UserError) -> str:
+    """Return the line to show."""
+    return f"{error}" if type(error) is UserError else f"{type(error).__name__}: {error}"
+
+
+class _Nothing(io.TextIOWrapper):
+    """A stream without input and output."""
+
+    def close(self) -> None:
+        """Stay open: code of the file may print after it has closed its streams."""
+
+
+@contextlib.contextmanager
+def running(path: Path) -> Iterator["UserFile"]:
+    """
+    Run a file, and give its names.
+
+    Meanwhile its code has no input and no output. What it closes or sets for the process is restored.
+    """
+    if path.suffix.lower() != ".py" or not path.is_file():
+        msg = f"FILE must be a Python file, named *.py, got {path}, {what_is(path)}"
+        raise InputError(msg)
+    print(f"stablenorm: running the code of {path}", file=sys.stderr)
+    kept = {name: getattr(sys, name) for name in _STREAMS}
+    with np.errstate(), warnings.catch_warnings(), Path(os.devnull).open("r+b") as file:
+        try:
+            # input() would wait for somebody who does not know that he is asked.
+            for name in _STREAMS:
+                setattr(sys, name, _Nothing(file, encoding="utf-8"))
+            yield UserFile(path)
+        finally:
+            for name, stream in kept.items():
+                setattr(sys, name, stream)
+
+
+class UserFile:
+    """A file that has been run: its functions and its classes."""
+
+    def __init__(self, path: Path):
+        self._path, self._name = path.resolve(), path.name
+        # The folder stays on the path: functions may import when they are called.
+        sys.path.insert(0, str(self._path.parent))
+        # A module would write __pycache__ beside the user's file.
+        self._names = self.told()(runpy.run_path)(str(self._path), run_name=_MODULE)
+        # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
+        np.seterr(all="ignore")
+        warnings.simplefilter("ignore")
+        own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
+        self.classes = [name for name in own if _is_layer(self._names[name])]
+
+    def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
+        """Return the function of the name given, or the forward or backward of a usual name."""
+        public = {n: v for n, v in self._names.items() if n[0] != "_" and callable(v)}
+        functions = [name for name, value in public.items() if not inspect.isclass(value)]
+        spelled = {key_of(name): name for name in functions}
+        usual = (spelled[key] for key in roles.usual_names(way, kind) if key in spelled)
+        name = given or next(usual, "")
+        if callable(self._names.get(name)):
+            function = self.told()(self._names[name])
+            # An object with __call__ has no name of its own.
+            function.__name__ = name
+            return name, function
+        held = ", ".join(functions) or "no functions"
+        if self.classes:
+            held += f", and the classes {', '.join(self.classes)}: choose one with --class"
+        wanted = given or f"{kind or 'layer'}_norm_{way}"
+        msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {held}"
+        raise InputError(msg)
+
+    def find_class(self, name: str) -> type:
+        """Return the class of that name."""
+        value = self._names.get(name)
+        if inspect.isclass(value) and _is_layer(value):
+            return value
+        held = ", ".join(self.classes) or "none"
+        msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
+        raise InputError(msg)
+
+    def method(self, instance: Any, way: str) -> Any:
+        """Return the forward or backward of an instance."""
+        return self.told()(
+            next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n))
+        )
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Raise what the code raises as an error of the same name that says where; a decorator, too."""
+        try:
+            yield
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        # SystemExit too: exit() in a function ends the function, not the check.
+        except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
+            place, text = self._name, " ".join(str(error).split())[:_LONGEST]
+            if isinstance(error, SyntaxError):
+                place, text = f"{Path(error.filename or place).name}:{error.lineno}", error.msg
+            # The innermost line of the file itself: what it calls is seldom to blame.
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename == str(self._path):
+                    place = f"{self._name}:{frame.lineno}"
+            if isinstance(error, SystemExit):
+                place += "; put what is not to be run under if __name__ == '__main__':"
+            named: type[UserError] = type(type(error).__name__, (UserError,), {})
+            raise named(f"{text} at {place}".strip()) from None
+
+
+def _is_layer(value: Any) -> bool:
+    ways = (any(hasattr(value, name) for name in names) for names in _METHODS.values())
+    return inspect.isclass(value) and all(ways)
 
 
 class Norm(NamedTuple):
     """Two functions in the form that the check takes."""
 
     forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[[Array, Any], _Gradients]
+    backward: Callable[[Array, Any], tuple[Any, ...]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
     # How both are called, for the reader.
     signature: str
     # The name that tells the kind of the norm.
     name: str
-
-
-# ---- functions ----
 
 
 def adapt_functions(
@@ -61,7 +187,7 @@ def adapt_functions(
 
 def _complete(
     found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str]
-) -> _Gradients:
+) -> tuple[Any, ...]:
     """Return dx, dgamma and dbeta, or UserError if a required one is missing."""
     if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
         what = type(returned).__name__
@@ -91,7 +217,8 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
                 _forward(file, made)(np.ones(shape))
     takes = tuple(role for role in PARAMETERS if _places(made, role))
 
-    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Callable[..., Any]]:
+    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
+        """Return y, and the backward that goes with it."""
         instance = _make(file, class_, x.shape[-1])
         forward, backward = _forward(file, instance), file.method(instance, "backward")
         if not all(_places(instance, role) for role in takes):
@@ -104,27 +231,28 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
                 for place in places:
                     place.put(given)
         y, *cache = result if isinstance(result := forward(x), tuple) else (result,)
-        return y, instance, _of_dy(backward, x, cache)
+
+        def pull(dy: Array) -> tuple[Any, ...]:
+            returned = _of_dy(backward, x, cache)(dy)
+            slots = _slots(instance, takes)
+            found = {gradient_role(s.name): s.value for s in slots if s.value is not None}
+            # A single array, or a list of one, is dx, and the others are stored.
+            is_one = isinstance(returned, np.ndarray) or (
+                type(returned) is list and len(returned) == 1
+            )
+            found |= roles.gradients_by_role(returned, () if is_one else takes)
+            for role in found.keys() & set(takes):
+                # The shape that the class itself gave the parameter is as it should be.
+                if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
+                    found[role] = np.reshape(found[role], -1)
+            return _complete(found, takes, returned, ["x"])
+
+        return y, pull
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
-    def forward(*given: Any) -> tuple[Any, Any]:
-        return run(*given)[0], (*copies(given[:3]), given[3])
-
-    def backward(dy: Array, cache: Any) -> _Gradients:
-        _, instance, pull = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
-        returned = pull(dy)
-        slots = _slots(instance, takes)
-        found = {gradient_role(s.name): s.value for s in slots if s.value is not None}
-        # A single array, or a list of one, is dx, and the others are stored.
-        is_one = isinstance(returned, np.ndarray) or (type(returned) is list and len(returned) == 1)
-        found |= roles.gradients_by_role(returned, () if is_one else takes)
-        for role in found.keys() & set(takes):
-            # The shape that the class itself gave the parameter is as it should be.
-            if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
-                found[role] = np.reshape(found[role], -1)
-        return _complete(found, takes, returned, ["x"])
-
+    forward = lambda *given: (run(*given)[0], deepcopy(given))
+    backward = lambda dy, cache: run(*deepcopy(cache))[1](dy)
     return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
 
 
@@ -140,7 +268,7 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     said = []
     for arguments in ((n,), ((n,),), ()):
         try:
-            instance = file.guard(class_)(*arguments, **options)
+            instance = file.told()(class_)(*arguments, **options)
             places = _places(instance, "gamma")
             if not places or places[0].value.size == n:
                 return instance
