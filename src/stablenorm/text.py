@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
+import secrets
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +115,22 @@ def plain(value: Any) -> Any:
 def to_json(held: dict[str, Any], path: Any = None) -> str:
     """Return plain data as JSON text, and write it to a file if one is named."""
     text = json.dumps(held, indent=1, allow_nan=False) + "\n"
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+    write_whole(path, lambda file: file.write(text.encode()))
     return text
+
+
+def write_whole(path: Any, write: Callable[[Any], object]) -> None:
+    """Call ``write(file)`` on a new file beside `path`, if one is named, then rename it."""
+    if path is None:
+        return
+    # A new name each time: what a link of this name leads to is never written.
+    beside = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}.part")
+    with beside.open("xb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise

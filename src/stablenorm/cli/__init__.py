@@ -66,25 +66,22 @@ def _answer(error: BaseException) -> int:
         case BrokenPipeError():
             return EXIT_PIPE
         case KeyboardInterrupt():
-            _say(error if error.args else "interrupted")
-            return EXIT_INTERRUPTED
+            return _say(str(error) or "interrupted", EXIT_INTERRUPTED)
         case MemoryError():
             return _say(f"x must fit in memory, got: {error}")
         case OSError():
             # A name too long, a full disk behind stdout: the system's reason says it all.
             where = f" ({error.filename})" if error.filename else ""
             return _say(f"{error.strerror or error}{where}")
-        case InputError() | ImportError():
-            return _say(error)
-        # The kernels refuse a variable of the environment when they are loaded, by any command.
-        case ValueError() if str(error).startswith("STABLENORM_"):
-            return _say(error)
+    # The kernels refuse a variable of the environment when they are loaded, by any command.
+    if isinstance(error, (InputError, ImportError)) or str(error).startswith("STABLENORM_"):
+        return _say(error)
     raise error
 
 
-def _say(words: object) -> int:
+def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
     print(f"stablenorm: {printable(str(words))}", file=sys.stderr)
-    return EXIT_BAD_INPUT
+    return status
 
 
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:

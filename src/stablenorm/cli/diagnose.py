@@ -28,6 +28,7 @@ from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, choose, list_members, read_eps
 from stablenorm.diagnosis import diagnose
 from stablenorm.diagnosis.results import lines_of
+from stablenorm.text import write_whole
 
 OPTIONS = {
     "file": "an .npy, .npz or .safetensors file; default: the bundled data",
@@ -52,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = None if axis == [None] else tuple(axis)
         asked = {"axis": chosen, "dtype": arguments.dtype, "top": arguments.top, "kind": kind}
         diagnosis = diagnose(member.load(), eps, **asked)
-    parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
+    diagnosis.to_json(arguments.json)
     ending = str(arguments.plot)[-3:].lower()
-    parts.write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
+    write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
     first, *others = lines_of(diagnosis, parts.columns())
     axes = ", ".join(map(str, diagnosis.axis))
     parts.print_lines(f"{member.label}: {member.like.dtype}, axis {axes}")

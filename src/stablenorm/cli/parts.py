@@ -6,7 +6,6 @@ import io
 import math
 import os
 import platform
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -159,24 +158,7 @@ TABLE: dict[str, dict[str, Any]] = {
 }
 
 
-# ---- files written ----
-
-
-def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
-    """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
-    if path is None:
-        return
-    # A new name each time: what a link of this name leads to is never written.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with beside.open("xb") as file:
-        try:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+# ---- what is written and printed ----
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
@@ -184,11 +166,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     versions = {"stablenorm": stablenorm.__version__, "numpy": np.__version__}
     machine = {"python": platform.python_version(), "machine": platform.machine()}
     origin = {**versions, **machine, "cpus": os.cpu_count()}
-    written = text.to_json(text.plain(origin | content)).encode()
-    write_whole(path, lambda file: file.write(written))
-
-
-# ---- what is printed ----
+    text.to_json(text.plain(origin | content), path)
 
 
 def columns() -> int:
@@ -226,24 +204,20 @@ def print_table(table: Table) -> None:
             printed.add_section()
         else:
             printed.add_row(*(Text(text.printable(cell)) for cell in row))
+    console = Console(width=columns(), force_terminal=_is_terminal(sys.stdout))
     # Printed here: Rich itself ends the process with 1, a failed check's status, if a pipe is closed.
-    shown = io.StringIO()
-    Console(file=shown, width=columns(), force_terminal=_is_terminal(sys.stdout)).print(printed)
-    print(shown.getvalue(), end="")
+    with console.capture() as shown:
+        console.print(printed)
+    print(shown.get(), end="")
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[..., None]]:
     """Give ``progress(done, total, what)``, which a line on a terminal shows until the end."""
     # Bound to the real stream: a user's functions have theirs muted while they run.
-    show = partial(print, end="", file=sys.stderr, flush=True) if _is_terminal(sys.stderr) else None
-
-    def progress(done: int, total: int, what: str = what) -> None:
-        if show:
-            show(f"\r{what}: {done} of {total}\x1b[K")
-
+    stream = sys.stderr if _is_terminal(sys.stderr) else io.StringIO()
+    show = partial(print, end="\x1b[K", file=stream, flush=True)
     try:
-        yield progress
+        yield lambda done, total, what=what: show(f"\r{what}: {done} of {total}")
     finally:
-        if show:
-            show("\r\x1b[K")
+        show("\r")

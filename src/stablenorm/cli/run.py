@@ -32,7 +32,7 @@ from stablenorm.cli.files import BUNDLED, list_members, read_eps
 from stablenorm.cli.page import make_page
 from stablenorm.cli.sections import SECTIONS, Problem, compute
 from stablenorm.testing import digest, digest_inputs, published_digests
-from stablenorm.text import Section, printable, shape_text
+from stablenorm.text import Section, printable, shape_text, write_whole
 
 _INPUTS = ("x", "gamma", "beta", "dy")
 # By the worst of all sections.
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = compute(problem)
     if msg := _objection(problem):
         raise parts.InputError(msg)
-    parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
+    write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
     sections = list[Section]()
     with parts.progress_bar("") as progress:
         for what, tell in SECTIONS.items():
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if page:
         title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
         content = make_page(title, about, verdict, sections)
-        parts.write_whole(page, lambda file: file.write(content))
+        write_whole(page, lambda file: file.write(content))
     parts.print_lines(f": {about}", bold=source)
     for table in itertools.chain.from_iterable(section.tables for section in sections):
         parts.print_table(table)

@@ -94,10 +94,7 @@ class UserFile:
         usual = (spelled[key] for key in roles.usual_names(way, kind) if key in spelled)
         name = given or next(usual, "")
         if callable(self._names.get(name)):
-            function = self.told()(self._names[name])
-            # An object with __call__ has no name of its own.
-            function.__name__ = name
-            return name, function
+            return name, self._names[name]
         held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
@@ -169,7 +166,8 @@ def adapt_functions(
 
     @functools.wraps(forward)
     def call(*args: Any, **options: Any) -> Any:
-        result = forward(*args, **options)
+        with file.told():
+            result = forward(*args, **options)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
@@ -177,11 +175,12 @@ def adapt_functions(
 
     @functools.wraps(backward)
     def pull(*args: Any, **options: Any) -> Any:
-        returned = backward(*args, **options)
+        with file.told():
+            returned = backward(*args, **options)
         return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
     usual_forward, usual_backward, takes = roles.adapt(call, pull)
-    signature = ", ".join(map(roles.spelled, (forward, backward)))
+    signature = ", ".join(map(roles.spelled, (call, pull)))
     return Norm(usual_forward, usual_backward, takes, signature, name)
 
 
@@ -237,9 +236,8 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
             slots = _slots(instance, takes)
             found = {gradient_role(s.name): s.value for s in slots if s.value is not None}
             # A single array, or a list of one, is dx, and the others are stored.
-            is_one = isinstance(returned, np.ndarray) or (
-                type(returned) is list and len(returned) == 1
-            )
+            is_one = isinstance(returned, list) and len(returned) == 1
+            is_one |= isinstance(returned, np.ndarray)
             found |= roles.gradients_by_role(returned, () if is_one else takes)
             for role in found.keys() & set(takes):
                 # The shape that the class itself gave the parameter is as it should be.
@@ -340,16 +338,13 @@ def _members(attributes: dict[str, Any], what: str, order: Sequence[str]) -> Ite
         elif isinstance(kept, (list, tuple)):
             for i, (role, value) in enumerate(zip(order, kept, strict=False)):
                 # A gradient may come in a pair, after its parameter.
-                owner, held = (
-                    value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-                )
+                is_pair = isinstance(value, tuple) and len(value) == 2
+                owner, held = value if is_pair else (value, value)
                 # A parameter that is an attribute as well is called like that.
                 same = (n for n, other in attributes.items() if other is owner and role_of(n))
-                put = (
-                    partial(kept.__setitem__, i)
-                    if isinstance(kept, list)
-                    else partial(np.copyto, held)
-                )
+                put: Any = partial(np.copyto, held)
+                if isinstance(kept, list):
+                    put = partial(kept.__setitem__, i)
                 yield _Slot(next(same, role), held, put)
 
 
