@@ -228,7 +228,7 @@ def test_bad_input_is_one_line(name, content, command, words, tmp_path, capsys):
     [
         (lambda path: path.symlink_to("/dev/null"), "a device"),
         (os.mkfifo, "a pipe"),
-        (lambda path: path.symlink_to(path), "a link that leads to itself"),
+        (lambda path: path.symlink_to(path), "a link that leads nowhere"),
         (lambda path: path.mkdir(), "a directory"),
     ],
 )

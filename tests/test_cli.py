@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stablenorm.cli.sections as job
+import stablenorm.cli.run as job
 from stablenorm import layer_norm, layer_norm_forward
 from stablenorm.cli import main
-from stablenorm.cli import run as command
 from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -56,12 +55,12 @@ def test_without_a_command_the_help_is_shown(capsys):
 def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
     """Once the place in our code, and a line of it."""
 
-    def warn(_problem):
+    def warn(problem):
         warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
-        return compute(_problem)
+        return compute(problem)
 
-    compute = command.compute
-    monkeypatch.setattr(command, "compute", warn)
+    compute = job.Problem.compute
+    monkeypatch.setattr(job.Problem, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 

@@ -19,11 +19,11 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Table(NamedTuple):
-    """Rows of cells below their columns; None draws a rule."""
+    """Rows of cells below their columns."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str] | None]
+    rows: Sequence[Sequence[str]]
 
 
 class Section(NamedTuple):
@@ -42,11 +42,6 @@ class Section(NamedTuple):
 def number(value: float) -> str:
     """Write three digits, all those before the point of a number of four or five."""
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e5 else f"{value:.3g}"
-
-
-def grouped(count: int) -> str:
-    """Write a count with a space between its thousands."""
-    return f"{count:,}".replace(",", " ")
 
 
 def quantity(value: float, unit: str) -> str:

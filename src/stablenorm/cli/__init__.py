@@ -73,8 +73,10 @@ def _answer(error: BaseException) -> int:
             # A name too long, a full disk behind stdout: the system's reason says it all.
             where = f" ({error.filename})" if error.filename else ""
             return _say(f"{error.strerror or error}{where}")
+        case InputError():
+            return _say(error.line())
     # The kernels refuse a variable of the environment when they are loaded, by any command.
-    if isinstance(error, (InputError, ImportError)) or str(error).startswith("STABLENORM_"):
+    if isinstance(error, ImportError) or str(error).startswith("STABLENORM_"):
         return _say(error)
     raise error
 

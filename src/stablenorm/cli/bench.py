@@ -26,6 +26,7 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 
 import argparse
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,15 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm bench` is asked."""
     shapes = list(map(tuple, arguments.shape or [(32, 512, 768)]))
     dtypes = arguments.dtype or ["float32"]
-    for shape in shapes:
+    cases = list(itertools.product(shapes, dtypes))
+    for shape, dtype in cases:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
-        parts.check_shape(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
+        what = f"--shape must fit in memory, got {shape_text(shape)}"
+        parts.check_memory(what, 7 * math.prod(shape) * parse(dtype).itemsize, "take fewer rows")
     # A backend that is named twice is one backend.
     backends = dict.fromkeys(map(choose, arguments.backend or timing.usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
     threads = timing.use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
-    cases = list(itertools.product(shapes, dtypes))
     with parts.progress_bar("copy") as progress:
         progress(0, 1 + len(cases))
         copy = timing.measure_copy(threads)
@@ -103,14 +105,15 @@ def _measure(
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table: one part for each problem and direction, which are said once."""
-    cells: list[tuple[str, ...] | None] = []
-    named = lambda row: f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
-    for name, group in itertools.groupby(rows, named):
-        cells += [None] if cells else []
-        for about, row in zip(itertools.chain([name], itertools.repeat("")), group, strict=False):
-            backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
-            speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
-            time = quantity(row["seconds"], "s")
-            cells.append((about, backend, row["outputs"], time, *speed))
+    cells, above = list[tuple[str, ...]](), ""
+    for row in rows:
+        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
+        # A blank line between the parts.
+        cells += [("",)] * (above not in ("", about))
+        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
+        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
+        time = quantity(row["seconds"], "s")
+        cells.append((about * (about != above), backend, row["outputs"], time, *speed))
+        above = about
     columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
     parts.print_table(Table("Medians of interleaved calls", columns, cells))

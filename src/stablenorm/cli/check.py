@@ -38,6 +38,7 @@ verdict.
 """
 
 import argparse
+import math
 
 import numpy as np
 
@@ -51,7 +52,6 @@ from stablenorm.cli.user_norm import (
     UserFile,
     adapt_class,
     adapt_functions,
-    line_of,
     running,
 )
 from stablenorm.formats import parse
@@ -60,7 +60,7 @@ from stablenorm.types import Array
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
 _SHAPES = [(2, 3, 8), (6, 8)]
-_Shape = tuple[int, ...]
+_Data = tuple[Array, Array | None, Array | None]
 
 OPTIONS = {
     "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
@@ -83,26 +83,25 @@ OPTIONS = {
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
-    parts.check_shape(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
-    try:
-        with parts.progress_bar("comparing") as progress, running(arguments.file) as file:
-            norm = _adapt(file, arguments)
-            kind = arguments.kind or ("rms" if "rms" in key_of(norm.name) else "layer")
-            shape, notes = _choose_shape(norm, arguments)
-            notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
-            check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
-            given = *_data(norm, shape, arguments), arguments.eps
-            options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
-            report = check(norm.forward, norm.backward, *given, **options, progress=progress)
-    except UserError as error:
-        raise parts.InputError(line_of(error)) from None
-    except parts.InputError:
-        raise
-    # The user's functions returned something that the check cannot judge: a traceback helps nobody.
-    except Exception as error:
-        text = " ".join(str(error).split())
-        msg = f"the check cannot go on: {type(error).__name__}: {text}"
-        raise parts.InputError(msg) from error
+    shape = arguments.shape or ()
+    what = f"--shape must fit in memory, got {shape_text(shape)}"
+    needed = 8 * math.prod(shape) * parse(arguments.dtype).itemsize
+    parts.check_memory(what, needed, "take fewer rows")
+    with (
+        # A result that the check cannot judge: a traceback helps nobody.
+        parts.refusing(Exception, what="the check cannot go on: "),
+        parts.progress_bar("comparing") as progress,
+        running(arguments.file) as file,
+    ):
+        norm = _adapt(file, arguments)
+        kind = arguments.kind or ("rms" if "rms" in key_of(norm.name) else "layer")
+        data, notes = _choose_data(norm, arguments)
+        notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
+        check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
+        options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
+        functions = norm.forward, norm.backward
+        report = check(*functions, *data, arguments.eps, **options, progress=progress)
+    shape = data[0].shape
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
     content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
@@ -130,25 +129,21 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
         return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
-def _data(norm: Norm, shape: _Shape, arguments: argparse.Namespace) -> list[Array | None]:
-    """Return x, and gamma and beta where there are any."""
-    x, gamma, beta = example(shape, np.random.default_rng(arguments.seed))
-    held = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
-    return [None if each is None else each.astype(arguments.dtype) for each in held]
-
-
-def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[_Shape, list[str]]:
-    """Return the first shape that both functions accept, and why others were rejected."""
-    notes, accepted, refused = list[str](), list[_Shape](), list[UserError]()
+def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list[str]]:
+    """Return x, gamma and beta of the first shape that both functions accept, and why others were rejected."""
+    notes, accepted, refused = list[str](), list[_Data](), list[UserError]()
     for shape in [tuple(arguments.shape)] if arguments.shape else _SHAPES:
+        arrays = example(shape, np.random.default_rng(arguments.seed))
+        x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
+        data = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
         try:
-            wrong = _objection(norm, _data(norm, shape, arguments), arguments.eps)
-            accepted.append(shape)
+            wrong = _objection(norm, data, arguments.eps)
+            accepted.append(data)
         except UserError as error:
-            wrong = line_of(error)
+            wrong = error.line()
             refused.append(error)
         if not wrong:
-            return shape, notes
+            return data, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # Wrong shapes, or a backward that raises, are for the check to judge.
     if accepted:
@@ -156,7 +151,7 @@ def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[_Shape, li
     raise refused[0]
 
 
-def _objection(norm: Norm, data: list[Array | None], eps: float) -> str:
+def _objection(norm: Norm, data: _Data, eps: float) -> str:
     """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
     y, cache = norm.forward(*data, eps)
     try:
@@ -165,7 +160,7 @@ def _objection(norm: Norm, data: list[Array | None], eps: float) -> str:
         # Its gradients cannot be told apart: then nothing can be checked.
         if type(error) is UserError:
             raise
-        return line_of(error)
+        return error.line()
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:

@@ -94,9 +94,6 @@ def read_eps(members: dict[str, Member], given: float | None) -> float:
         return float(read().reshape(()))
 
 
-# ---- headers ----
-
-
 def _members(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
     """Read the header of each array of a file."""
     begin = file.read(8)

@@ -3,12 +3,11 @@
 import argparse
 import importlib.util
 import io
-import math
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,11 +35,14 @@ _NEEDED = {"--plot": ("matplotlib",), "--html": ("jinja2", "matplotlib")}
 _UNBROKEN = 10_000
 
 
-# ---- bad input ----
-
-
 class InputError(Exception):
-    """Input that cannot be used; the text is the one line to show."""
+    """Input that cannot be used; `prefix` and the text are the one line to show."""
+
+    prefix = ""
+
+    def line(self) -> str:
+        """Return the line."""
+        return f"{self.prefix}{self}"
 
 
 @contextmanager
@@ -76,15 +78,6 @@ def check_memory(what: str, needed: int, cure: str = "save fewer rows") -> None:
             raise InputError(msg)
 
 
-def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
-    """Refuse a ``--shape`` that does not fit in memory."""
-    what = f"--shape must fit in memory, got {text.shape_text(shape)}"
-    check_memory(what, bytes_per_element * math.prod(shape), "take fewer rows")
-
-
-# ---- options ----
-
-
 def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
     """Return the function that reads a number and has `check` refuse it in its own words."""
 
@@ -100,16 +93,12 @@ def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
     return read
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    return _number(int, partial(check_count, "the number", least=least))
-
-
 def axis(text: str) -> int | None:
     """Read an axis; None is all of them."""
     return None if text == "None" else int(text)
 
 
-def _written(name: str, *suffixes: str) -> dict[str, Any]:
+def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
     """Return the row of an option that names a file to write."""
 
     def check(text: str) -> Path:
@@ -132,6 +121,7 @@ def _written(name: str, *suffixes: str) -> dict[str, Any]:
     return {"type": check, "metavar": f"FILE{suffixes[0]}"}
 
 
+_COUNT, _SIZE = (_number(int, partial(check_count, "the number", least=n)) for n in (0, 1))
 # Options by name, as argparse takes them; a command adds the help.
 TABLE: dict[str, dict[str, Any]] = {
     "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
@@ -141,24 +131,21 @@ TABLE: dict[str, dict[str, Any]] = {
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
     "--member": {"metavar": "NAME"},
     "--axis": {"nargs": "+", "type": axis, "default": [-1], "metavar": "K"},
-    "--shape": {"nargs": "+", "type": _at_least(1), "metavar": "N"},
+    "--shape": {"nargs": "+", "type": _SIZE, "metavar": "N"},
     "--dtype": {"choices": DTYPES},
     "--eps": {"type": _number(float, check_eps)},
     "--gamma-offset": {"type": float, "default": 0.0},
     "--backend": {"choices": tuple(BACKENDS)},
     "--rounding": {"choices": ROUNDINGS, "default": "fast"},
-    "--threads": {"type": _at_least(1), "metavar": "N"},
-    "--seed": {"type": _at_least(0), "default": 0},
-    "--top": {"type": _at_least(0), "default": 10, "metavar": "K"},
+    "--threads": {"type": _SIZE, "metavar": "N"},
+    "--seed": {"type": _COUNT, "default": 0},
+    "--top": {"type": _COUNT, "default": 10, "metavar": "K"},
     "--digests": {"action": "store_true"},
-    "--out": _written("--out", ".npz"),
-    "--html": _written("--html", ".html", ".htm"),
-    "--json": _written("--json", ".json"),
-    "--plot": _written("--plot", ".png", ".svg", ".pdf"),
+    "--out": _new_file("--out", ".npz"),
+    "--html": _new_file("--html", ".html", ".htm"),
+    "--json": _new_file("--json", ".json"),
+    "--plot": _new_file("--plot", ".png", ".svg", ".pdf"),
 }
-
-
-# ---- what is written and printed ----
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
@@ -200,15 +187,11 @@ def print_table(table: Table) -> None:
         printed.add_column(column, justify="right", overflow="fold", min_width=longest)
     printed.columns[0].justify = "left"
     for row in table.rows:
-        if row is None:
-            printed.add_section()
-        else:
-            printed.add_row(*(Text(text.printable(cell)) for cell in row))
-    console = Console(width=columns(), force_terminal=_is_terminal(sys.stdout))
+        printed.add_row(*(Text(text.printable(cell)) for cell in row))
     # Printed here: Rich itself ends the process with 1, a failed check's status, if a pipe is closed.
-    with console.capture() as shown:
-        console.print(printed)
-    print(shown.get(), end="")
+    shown = io.StringIO()
+    Console(file=shown, width=columns(), force_terminal=_is_terminal(sys.stdout)).print(printed)
+    print(shown.getvalue(), end="")
 
 
 @contextmanager

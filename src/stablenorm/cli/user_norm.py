@@ -32,13 +32,8 @@ _MODULE = "_checked_by_stablenorm"
 _STREAMS = "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"
 
 
-class UserError(Exception):
+class UserError(InputError):
     """Something is wrong with the user's code; an error that it raised gives its name to the type."""
-
-
-def line_of(error: UserError) -> str:
-    """Return the line to show."""
-    return f"{error}" if type(error) is UserError else f"{type(error).__name__}: {error}"
 
 
 class _Nothing(io.TextIOWrapper):
@@ -135,7 +130,8 @@ class UserFile:
                     place = f"{self._name}:{frame.lineno}"
             if isinstance(error, SystemExit):
                 place += "; put what is not to be run under if __name__ == '__main__':"
-            named: type[UserError] = type(type(error).__name__, (UserError,), {})
+            kind = type(error).__name__
+            named: type[UserError] = type(kind, (UserError,), {"prefix": f"{kind}: "})
             raise named(f"{text} at {place}".strip()) from None
 
 
@@ -202,26 +198,16 @@ def _complete(
     return found["x"], found.get("gamma"), found.get("beta")
 
 
-# ---- a class ----
-
-
 def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
     class_ = file.find_class(name)
-    made = _make(file, class_, n)
-    for shape in ((2, 3, n), (6, n)):
-        if not _places(made, "gamma"):
-            # The first forward may make the parameters.
-            with contextlib.suppress(UserError):
-                _forward(file, made)(np.ones(shape))
-    takes = tuple(role for role in PARAMETERS if _places(made, role))
+    made = [_make(file, class_, np.ones(shape)) for shape in ((2, 3, n), (6, n))]
+    takes = tuple(role for role in PARAMETERS if any(_places(each, role) for each in made))
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y, and the backward that goes with it."""
-        instance = _make(file, class_, x.shape[-1])
+        instance = _make(file, class_, x)
         forward, backward = _forward(file, instance), file.method(instance, "backward")
-        if not all(_places(instance, role) for role in takes):
-            forward(np.array(x))
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if value is not None and (places := _places(instance, role)):
                 # The shape is that of the class; one array goes wherever it held one.
@@ -254,9 +240,10 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
 
 
-def _make(file: UserFile, class_: type, n: int) -> Any:
-    """Return an instance for rows of n; UserError says what was tried."""
+def _make(file: UserFile, class_: type, x: Array) -> Any:
+    """Return an instance for the rows of x; UserError says what was tried."""
     # A class may want its parameters by name; bias=True, which has a default, is something else.
+    n = x.shape[-1]
     wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
         name: wanted[role]
@@ -267,12 +254,16 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     for arguments in ((n,), ((n,),), ()):
         try:
             instance = file.told()(class_)(*arguments, **options)
+            if not _places(instance, "gamma"):
+                # The first forward may make the parameters.
+                with contextlib.suppress(UserError):
+                    _forward(file, instance)(np.array(x))
             places = _places(instance, "gamma")
             if not places or places[0].value.size == n:
                 return instance
             why = f"{places[0].name} does not have {n} elements"
         except UserError as error:
-            why = line_of(error)
+            why = error.line()
         said.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
     msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(said)}"
     raise UserError(msg)
@@ -297,9 +288,6 @@ def _of_dy(backward: Callable[..., Any], x: Array, cache: Sequence[Any]) -> Call
     if cache and len(others) > 1:
         given[others[1]] = cache[0] if len(cache) == 1 else cache
     return lambda dy: backward(**given | {others[0]: dy})
-
-
-# ---- what an instance holds ----
 
 
 class _Slot(NamedTuple):
