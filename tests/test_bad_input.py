@@ -11,7 +11,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checked_files import shown
 
 from stablenorm import diagnose
 from stablenorm.cli import main
@@ -212,7 +211,7 @@ def test_bad_input_is_one_line(name, content, command, words, tmp_path, capsys):
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
-    out, err = shown(capsys)
+    out, err = capsys.readouterr()
     assert words in err, err
     assert err.startswith("stablenorm: ")
     assert err.count("\n") == 1
@@ -235,4 +234,4 @@ def test_bad_input_is_one_line(name, content, command, words, tmp_path, capsys):
 def test_what_is_no_file_is_named(command, make, words, tmp_path, capsys):
     make(tmp_path / "x.py")
     assert main([command, "x.py"]) == 2
-    assert words in shown(capsys)[1]
+    assert words in capsys.readouterr().err

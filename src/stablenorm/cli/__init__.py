@@ -31,8 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status: 0, 1 if a check failed, 2 on bad input or without a command, 3 if a check
     of a file has no verdict, 130 if interrupted, 141 if nobody reads what it prints.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        status = _run(sys.argv[1:] if argv is None else argv)
+        # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
+        parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
+        if not argv:
+            parser.print_help(sys.stderr)
+            return EXIT_BAD_INPUT
+        arguments = parser.parse_args(argv)
+        with warnings.catch_warnings():
+            # In a line, as everything else that is not a result; the place in our code helps nobody.
+            warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
+            status = int(arguments.job(arguments))
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised if unknown
         status = _answer(error)
     try:
@@ -42,19 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE if isinstance(error, BrokenPipeError) else status or _answer(error)
     return status
-
-
-def _run(argv: Sequence[str]) -> int:
-    # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
-    parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        parser.print_help(sys.stderr)
-        return EXIT_BAD_INPUT
-    with warnings.catch_warnings():
-        # In a line, as everything else that is not a result; the place in our code helps nobody.
-        warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
-        return int(arguments.job(arguments))
 
 
 def _answer(error: BaseException) -> int:
@@ -93,7 +90,7 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
         "compute them, check them, and see what they cost.",
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
         module = importlib.import_module(f"stablenorm.cli.{name}")
         summary, _, more = str(module.__doc__).strip().partition("\n\n")

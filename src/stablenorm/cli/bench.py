@@ -77,7 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
             rows += _measure(timing.make_problem(shape, dtype), ways, copy, arguments.kind)
     held = {"kind": arguments.kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
     parts.write_json(arguments.json, held)
-    _print(rows)
+    cells, above = list[tuple[str, ...]](), ""
+    for row in rows:
+        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
+        # A blank line between the parts.
+        cells += [("",)] * (above not in ("", about))
+        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
+        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
+        time = quantity(row["seconds"], "s")
+        cells.append((about * (about != above), backend, row["outputs"], time, *speed))
+        above = about
+    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
+    parts.print_table(Table("Medians of interleaved calls", columns, cells))
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
     return 0
@@ -101,19 +112,3 @@ def _measure(
             speed = arrays * x.nbytes / t.median
             row = x.shape, str(x.dtype), direction, *name.split(), t.median, (t.low, t.high), speed
             yield dict(zip(_ROW.split(), (*row, speed / copy), strict=True))
-
-
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the table: one part for each problem and direction, which are said once."""
-    cells, above = list[tuple[str, ...]](), ""
-    for row in rows:
-        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
-        # A blank line between the parts.
-        cells += [("",)] * (above not in ("", about))
-        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
-        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
-        time = quantity(row["seconds"], "s")
-        cells.append((about * (about != above), backend, row["outputs"], time, *speed))
-        above = about
-    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
-    parts.print_table(Table("Medians of interleaved calls", columns, cells))

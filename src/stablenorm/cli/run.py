@@ -214,7 +214,8 @@ def _accuracy(problem: Problem, results: _Results) -> Section:
         wrong, total = round(contract[name].misrounded * ours[name].size), ours[name].size
         passed = contract[name].passed and (rounding == "fast" or not wrong)
         verdicts.append("PASS" if passed else "FAIL")
-        errors = f"{_worst(ours[name]):.3f}", number(_worst(plain[name]))
+        worst, worst_plain = (errors[name].max(initial=0.0) for errors in (ours, plain))
+        errors = f"{worst:.3f}", number(worst_plain)
         cells.append((name, shape_text(array.shape), str(array.dtype), *errors, verdicts[-1]))
         elements = "elements " * (name == "y")
         misrounded.append(f"{wrong:,} of {total:,} {elements}of {name}".replace(",", " "))
@@ -231,14 +232,11 @@ def _accuracy(problem: Problem, results: _Results) -> Section:
         f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}.",
         "FAIL" if "FAIL" in verdicts else "PASS",
         "On these data the formula that everybody writes is off by up to "
-        f"{number(max(map(_worst, plain.values())))} ulp, units in the last place; stablenorm by "
-        f"{number(max(map(_worst, ours.values())))}, a correctly rounded result by at most 0.5.",
+        f"{number(max(e.max(initial=0.0) for e in plain.values()))} ulp, units in the last place; "
+        f"stablenorm by {number(max(e.max(initial=0.0) for e in ours.values()))}, a correctly rounded "
+        "result by at most 0.5.",
         {name: (ours[name], plain[name]) for name in results},
     )
-
-
-def _worst(errors: Array) -> float:
-    return float(errors.max(initial=0.0))
 
 
 def _losses(problem: Problem, _: _Results) -> Section:

@@ -201,13 +201,20 @@ def _complete(
 def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
     class_ = file.find_class(name)
-    made = [_make(file, class_, np.ones(shape)) for shape in ((2, 3, n), (6, n))]
-    takes = tuple(role for role in PARAMETERS if any(_places(each, role) for each in made))
+    made = _make(file, class_, n)
+    for shape in ((2, 3, n), (6, n)):
+        if not _places(made, "gamma"):
+            # The first forward may make the parameters.
+            with contextlib.suppress(UserError):
+                _forward(file, made)(np.ones(shape))
+    takes = tuple(role for role in PARAMETERS if _places(made, role))
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y, and the backward that goes with it."""
-        instance = _make(file, class_, x)
+        instance = _make(file, class_, x.shape[-1])
         forward, backward = _forward(file, instance), file.method(instance, "backward")
+        if not all(_places(instance, role) for role in takes):
+            forward(np.array(x))
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if value is not None and (places := _places(instance, role)):
                 # The shape is that of the class; one array goes wherever it held one.
@@ -240,10 +247,9 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
 
 
-def _make(file: UserFile, class_: type, x: Array) -> Any:
-    """Return an instance for the rows of x; UserError says what was tried."""
+def _make(file: UserFile, class_: type, n: int) -> Any:
+    """Return an instance for rows of n; UserError says what was tried."""
     # A class may want its parameters by name; bias=True, which has a default, is something else.
-    n = x.shape[-1]
     wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
         name: wanted[role]
@@ -254,10 +260,6 @@ def _make(file: UserFile, class_: type, x: Array) -> Any:
     for arguments in ((n,), ((n,),), ()):
         try:
             instance = file.told()(class_)(*arguments, **options)
-            if not _places(instance, "gamma"):
-                # The first forward may make the parameters.
-                with contextlib.suppress(UserError):
-                    _forward(file, instance)(np.array(x))
             places = _places(instance, "gamma")
             if not places or places[0].value.size == n:
                 return instance
