@@ -205,7 +205,7 @@ CLASSES = {
 
 
 def layer(style, core=CORE, factor="1"):
-    return core + CLASS.replace("FACTOR", factor).format(**WORDS | CLASSES.get(style, style))
+    return core + CLASS.replace("FACTOR", factor).format(**WORDS | CLASSES[style])
 
 
 STYLES = {style: CORE + text for style, text in FUNCTIONS.items()}
@@ -366,69 +366,47 @@ def test_json_is_written_whole(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "r.json"]
 
 
-RMS_CORE = """
-import numpy as np
-def rms(x, eps):
-    rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
-    return x * rstd, rstd
-def pull(dy, xhat, rstd, w):
-    g = w * dy
-    dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdims=True) SPOIL)
-    return dx, (dy * xhat).sum(tuple(range(dy.ndim - 1)))
-"""
-RMS_FORMS = {
-    "functions": """
+# An RMS norm whose dx has a term of a layer norm, and without it.
+WRONG_RMS = CORE.replace("x - x.mean(-1, keepdims=True)", "x")
+RMS = WRONG_RMS.replace("- mean ", "")
+RMS_FUNCTIONS = """
 def rms_norm_forward(x, gamma, eps):
-    xhat, rstd = rms(x, eps)
-    return gamma * xhat, (xhat, rstd, gamma)
+    return norm(x, gamma, 0, eps)
 def rmsnorm_backward(dy, cache):
-    return pull(dy, *cache)
-""",
-    "a class": """
-class RMSNorm:
-    def __init__(self, n, eps=1e-6):
-        self.weight, self.eps = np.ones(n), eps
-    def forward(self, x):
-        self.held = rms(x, self.eps)
-        return self.weight * self.held[0]
-    def backward(self, dy):
-        dx, self.dweight = pull(dy, *self.held, self.weight)
-        return dx
-""",
-}
+    return grads(dy, *cache)[:2]
+"""
+RMS_CLASS = CLASS.replace("FACTOR", "1").format(**WORDS | {
+    "name": "RMSNorm", "make": "self.weight, self.eps = np.ones(n), eps", "gamma": "self.weight",
+    "beta": "0", "store": "self.dweight = dgamma"})  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("term", "options", "status", "words"),
+    ("core", "options", "status", "words"),
     [
-        ("", "--gamma-offset 1", 0, "PASS: an error of"),
-        ("", "", 1, "this is not the RMS normalization asked for"),
-        ("- g.mean(-1, keepdims=True)", "--gamma-offset 1", 1, "mean of g is subtracted in dx"),
+        (RMS, "--gamma-offset 1", 0, "PASS: an error of"),
+        (RMS, "", 1, "this is not the RMS normalization asked for"),
+        (WRONG_RMS, "--gamma-offset 1", 1, "mean of g is subtracted in dx"),
     ],
 )
-def test_an_rms_norm_that_adds_1_to_gamma_is_checked_as_one(term, options, status, words, capsys):
-    text = RMS_CORE.replace("SPOIL", term) + RMS_FORMS["functions"]
-    file = write(text.replace("xhat, rstd = rms", "gamma = 1 + gamma; xhat, rstd = rms"))
+def test_an_rms_norm_that_adds_1_to_gamma_is_checked_as_one(core, options, status, words, capsys):
+    file = write(core + RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma"))
     assert main(["check", file, "--kind", "rms", *options.split()]) == status
     assert words in shown(capsys)[0]
     assert main(["check", file, "--kind", "layer"]) == 2
     assert "must have layer_norm_forward" in shown(capsys)[1]
 
 
-@pytest.mark.parametrize("form", RMS_FORMS)
+@pytest.mark.parametrize("form", [RMS_FUNCTIONS, RMS_CLASS], ids=["functions", "a class"])
 def test_the_kind_follows_the_name(form, capsys):
-    text = RMS_CORE + RMS_FORMS[form]
-    assert main(["check", write(text.replace("SPOIL", ""))]) == 0, capsys.readouterr()
-    spoiled = text.replace("SPOIL", "- g.mean(-1, keepdims=True)")
-    assert main(["check", write(spoiled)]) == 1
+    assert main(["check", write(RMS + form)]) == 0, capsys.readouterr()
+    assert main(["check", write(WRONG_RMS + form)]) == 1
     assert "the mean of g is subtracted in dx" in shown(capsys)[0]
-    names = text.replace("SPOIL", "").replace("rms_norm", "my").replace("RMSNorm", "Norm")
-    names = names.replace("rmsnorm", "my")
+    names = RMS + form.replace("rms_norm", "my").replace("RMSNorm", "Norm").replace("rmsnorm", "my")
     options = ["--forward", "my_forward", "--backward", "my_backward"] if "my_" in names else []
     assert main(["check", write(names), *options]) == 1
     assert "it is that of an RMS norm: say --kind rms" in shown(capsys)[0]
     assert main(["check", write(names), "--kind", "rms", *options]) == 0
-    assert main(["check", write(text.replace("SPOIL", "")), "--kind", "layer"]) in (1, 2)
+    assert main(["check", write(RMS + form), "--kind", "layer"]) in (1, 2)
     shown(capsys)
 
 

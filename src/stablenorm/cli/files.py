@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cli.parts import InputError, check_memory, print_table, refusing, what_is
+from stablenorm.cli.parts import InputError, check_file, check_memory, print_table, refusing
 from stablenorm.formats import check_dtype
 from stablenorm.text import Table, printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
@@ -55,9 +55,7 @@ def _whole(label: object) -> Any:
 
 def list_members(path: Path) -> dict[str, Member]:
     """Return the arrays of a file by name, x in an .npy file: what a layer norm takes, and others."""
-    if not path.is_file():
-        msg = f"FILE must be {_KINDS}, got {path}, {what_is(path)}"
-        raise InputError(msg)
+    check_file(path, _KINDS)
     with _whole(path), path.open("rb") as file:
         members = dict(_members(path, file))
     if not members:

@@ -56,16 +56,19 @@ def refusing(*kinds: type[Exception], what: str = "") -> Iterator[None]:
         raise InputError(what + " ".join(str(error).split())) from error
 
 
-def what_is(path: Path) -> str:
-    """Say what stands in the place of a file."""
-    kinds = {
-        "a directory": path.is_dir,
-        "a pipe": path.is_fifo,
-        "a file": path.is_file,
-        "a device": path.exists,
-        "a link that leads nowhere": path.is_symlink,
-    }
-    return next((name for name, is_so in kinds.items() if is_so()), "which is not there")
+def check_file(path: Path, wanted: str, suffix: str = "") -> None:
+    """Refuse what is no file, or is named otherwise, and say what is there."""
+    if not path.is_file() or not path.name.lower().endswith(suffix):
+        kinds = {
+            "a directory": path.is_dir,
+            "a pipe": path.is_fifo,
+            "a file": path.is_file,
+            "a device": path.exists,
+            "a link that leads nowhere": path.is_symlink,
+        }
+        found = next((name for name, is_so in kinds.items() if is_so()), "which is not there")
+        msg = f"FILE must be {wanted}, got {path}, {found}"
+        raise InputError(msg)
 
 
 def check_memory(what: str, needed: int, cure: str = "save fewer rows") -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from stablenorm.check import roles
 from stablenorm.check.roles import NAMES, PARAMETERS, gradient_role, key_of, role_of
-from stablenorm.cli.parts import InputError, what_is
+from stablenorm.cli.parts import InputError, check_file
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
@@ -50,9 +50,7 @@ def running(path: Path) -> Iterator["UserFile"]:
 
     Meanwhile its code has no input and no output. What it closes or sets for the process is restored.
     """
-    if path.suffix.lower() != ".py" or not path.is_file():
-        msg = f"FILE must be a Python file, named *.py, got {path}, {what_is(path)}"
-        raise InputError(msg)
+    check_file(path, "a Python file, named *.py", ".py")
     print(f"stablenorm: running the code of {path}", file=sys.stderr)
     kept = {name: getattr(sys, name) for name in _STREAMS}
     with np.errstate(), warnings.catch_warnings(), Path(os.devnull).open("r+b") as file:
@@ -108,9 +106,8 @@ class UserFile:
 
     def method(self, instance: Any, way: str) -> Any:
         """Return the forward or backward of an instance."""
-        return self.told()(
-            next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n))
-        )
+        name = next(name for name in _METHODS[way] if hasattr(instance, name))
+        return self.told()(getattr(instance, name))
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
