@@ -121,11 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     if msg := _objection(problem):
         raise parts.InputError(msg)
     write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    sections = list[Section]()
-    with parts.progress_bar("sections") as progress:
-        for tell in (_accuracy, _losses, _gradients, _cost):
-            progress(len(sections), 4)
-            sections.append(tell(problem, results))
+    sections = [tell(problem, results) for tell in (_accuracy, _losses, _gradients, _cost)]
     verdicts = [section.verdict for section in sections]
     verdict = "A CHECK FAILED." if "FAIL" in verdicts else "All checks passed."
     verdict = "No check failed." if set(verdicts) == {"PASS", "INCONCLUSIVE"} else verdict

@@ -76,8 +76,13 @@ class UserFile:
         # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
         np.seterr(all="ignore")
         warnings.simplefilter("ignore")
-        own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
-        self.classes = [name for name in own if _is_layer(self._names[name])]
+        self._layers = {
+            name: value
+            for name, value in self._names.items()
+            if inspect.isclass(value)
+            and all(any(hasattr(value, n) for n in names) for names in _METHODS.values())
+        }
+        self.classes = [n for n, v in self._layers.items() if v.__module__ == _MODULE]
 
     def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
         """Return the function of the name given, or the forward or backward of a usual name."""
@@ -97,17 +102,17 @@ class UserFile:
 
     def find_class(self, name: str) -> type:
         """Return the class of that name."""
-        value = self._names.get(name)
-        if inspect.isclass(value) and _is_layer(value):
-            return value
+        if name in self._layers:
+            return self._layers[name]
         held = ", ".join(self.classes) or "none"
         msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
         raise InputError(msg)
 
     def method(self, instance: Any, way: str) -> Any:
-        """Return the forward or backward of an instance."""
-        name = next(name for name in _METHODS[way] if hasattr(instance, name))
-        return self.told()(getattr(instance, name))
+        """Return the forward or backward of an instance; some must be told that they are in training."""
+        method = next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n))
+        flags = [n for n, needed in roles.parameters(method).items() if needed and "train" in n]
+        return self.told()(partial(method, **dict.fromkeys(flags, True)))
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -130,11 +135,6 @@ class UserFile:
             kind = type(error).__name__
             named: type[UserError] = type(kind, (UserError,), {"prefix": f"{kind}: "})
             raise named(f"{text} at {place}".strip()) from None
-
-
-def _is_layer(value: Any) -> bool:
-    ways = (any(hasattr(value, name) for name in names) for names in _METHODS.values())
-    return inspect.isclass(value) and all(ways)
 
 
 class Norm(NamedTuple):
@@ -203,13 +203,13 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
         if not _places(made, "gamma"):
             # The first forward may make the parameters.
             with contextlib.suppress(UserError):
-                _forward(file, made)(np.ones(shape))
+                file.method(made, "forward")(np.ones(shape))
     takes = tuple(role for role in PARAMETERS if _places(made, role))
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y, and the backward that goes with it."""
         instance = _make(file, class_, x.shape[-1])
-        forward, backward = _forward(file, instance), file.method(instance, "backward")
+        forward, backward = (file.method(instance, way) for way in _METHODS)
         if not all(_places(instance, role) for role in takes):
             forward(np.array(x))
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
@@ -266,13 +266,6 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
         said.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
     msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(said)}"
     raise UserError(msg)
-
-
-def _forward(file: UserFile, instance: Any) -> Callable[..., Any]:
-    """Return the forward of x alone: some must be told that they are in training."""
-    forward = file.method(instance, "forward")
-    flags = [n for n, needed in roles.parameters(forward).items() if needed and "train" in n]
-    return partial(forward, **dict.fromkeys(flags, True))
 
 
 def _of_dy(backward: Callable[..., Any], x: Array, cache: Sequence[Any]) -> Callable[[Array], Any]:
