@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts.check_memory(what, needed, "take fewer rows")
     with (
         # A result that the check cannot judge: a traceback helps nobody.
-        parts.refusing(Exception, what="the check cannot go on: "),
+        parts.refusing(Exception, what="the check cannot go on: ", named=True),
         parts.progress_bar("comparing") as progress,
         running(arguments.file) as file,
     ):

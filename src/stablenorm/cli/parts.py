@@ -46,13 +46,14 @@ class InputError(Exception):
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], what: str = "") -> Iterator[None]:
-    """Raise errors of these kinds as bad input: `what`, and their own words."""
+def refusing(*kinds: type[Exception], what: str = "", named: bool = False) -> Iterator[None]:
+    """Raise errors of these kinds as bad input: `what`, their name if asked for, and their words."""
     try:
         yield
     except (InputError, OSError, MemoryError):
         raise
     except kinds as error:
+        what += f"{type(error).__name__}: " * named
         raise InputError(what + " ".join(str(error).split())) from error
 
 
