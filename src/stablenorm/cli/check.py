@@ -39,6 +39,7 @@ verdict.
 
 import argparse
 import math
+from copy import deepcopy
 
 import numpy as np
 
@@ -137,7 +138,8 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
         x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
         data = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
         try:
-            wrong = _objection(norm, data, arguments.eps)
+            # A copy: code that modifies its x is for the check to judge.
+            wrong = _objection(norm, deepcopy(data), arguments.eps)
             accepted.append(data)
         except UserError as error:
             wrong = error.line()
