@@ -6,12 +6,47 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checked_files import CORE, PULL, USUAL, shown, write
 from interpreter import run_python
 
 from stablenorm.cli import main
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+# The core of every file that is checked; MEAN is where the mistake is planted.
+CORE = """
+import numpy as np
+def stats(x, eps):
+    centered = x - x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(np.mean(centered**2, -1, keepdims=True) + eps)
+    return centered * rstd, rstd
+def norm(x, gamma, beta, eps):
+    xhat, rstd = stats(x, eps)
+    return gamma * xhat + beta, (xhat, rstd, gamma)
+def grads(dy, xhat, rstd, gamma):
+    g = dy * gamma
+    mean = g.mean(-1, keepdims=True)
+    dx = rstd * (g - mean - xhat * (g * xhat).mean(-1, keepdims=True))
+    lead = tuple(range(dy.ndim - 1))
+    return dx, (dy * xhat).sum(lead), dy.sum(lead)
+"""
+
+PULL = "def layer_norm_backward(dy, cache):\n    return grads(dy, *cache)\n"
+USUAL = f"""
+def layer_norm_forward(x, gamma, beta, eps=1e-5):
+    return norm(x, gamma, beta, eps)
+{PULL}"""
+
+
+def write(text, name="mine.py"):
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def shown(capsys):
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return " ".join(out.split()), err
+
 
 FUNCTIONS = {
     "usual": USUAL,
@@ -68,120 +103,148 @@ if __name__ == "__main__":
 """.replace("PULL", PULL),
 }
 
-CLASSES = {
-    "returned": """
-class LayerNorm:
-    def __init__(self, n, eps=1e-5):
-        self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps
-    def forward(self, x):
-        self.xhat, self.rstd = stats(x, self.eps)
-        return self.gamma * self.xhat + self.beta
-    def backward(self, dy):
-        return grads(dy, self.xhat, self.rstd, self.gamma)
-""",
-    "in attributes, a shape, eps to be given": """
-class LayerNorm:
-    def __init__(self, normalized_shape, epsilon, bias=True):
-        assert bias is True
-        assert len(normalized_shape) == 1
-        self.weight, self.bias = np.ones(normalized_shape), np.zeros(normalized_shape)
-        self.epsilon, self.g = epsilon, None
-    def forward(self, x):
-        self.xhat, self.rstd = stats(x, self.epsilon)
-        return self.weight * self.xhat + self.bias
-    def backward(self, grad_output):
-        self.g = grad_output * self.weight
-        dx, self.grad_weight, self.bias_grad = grads(grad_output, self.xhat, self.rstd, self.weight)
-        return dx
-""",
-    "accumulated, with a rate": """
-class Norm:
-    def __init__(self, d_model=16):
-        self.gamma, self.beta = np.ones((1, 1, d_model)), np.zeros((1, 1, d_model))
-        self.dgamma, self.dbeta = np.zeros((1, 1, d_model)), np.zeros((1, 1, d_model))
-    def forward(self, x):
-        self.cache = stats(x, 1e-6)
-        return self.gamma * self.cache[0] + self.beta
-    def backward(self, dout, learning_rate):
-        dx, dg, db = grads(dout, *self.cache, self.gamma)
-        self.dgamma += dg
-        self.dbeta += db
-        return dx
-""",
-    "slots, a lock and a file": """
-import os, threading
-NOTHING = os.open(os.devnull, os.O_RDONLY)
-class LayerNorm:
-    __slots__ = "gamma", "beta", "eps", "held", "dgamma", "dbeta", "lock", "file"
-    def __init__(self, n, eps=1e-5):
-        self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps
-        self.lock, self.file = threading.Lock(), open(NOTHING, closefd=False)
-    def forward(self, x):
-        with self.lock:
-            self.held = stats(x, self.eps)
-        return self.gamma * self.held[0] + self.beta
-    def backward(self, dy):
-        dx, self.dgamma, self.dbeta = grads(dy, *self.held, self.gamma)
-        return dx
-""",
-    "made of its parameters, lists": """
-class LayerNorm:
-    def __init__(self, gamma, beta):
-        self.params, self.grads = [gamma, beta], [np.zeros_like(gamma), np.zeros_like(beta)]
-    def forward(self, x):
-        gamma, beta = self.params
-        y, self.cache = norm(x, gamma, beta, 1e-7)
-        return y
-    def backward(self, dout):
-        dx, self.grads[0][...], self.grads[1][...] = grads(dout, *self.cache)
-        return dx
-""",
-    "made by the first forward, a list of each": """
-class LayerNorm1D:
-    def __init__(self):
-        self.parameters, self.X = {"scaler": None, "intercept": None}, []
-    def forward(self, X):
-        if self.parameters["scaler"] is None:
-            self.parameters = {"scaler": np.random.rand(X.shape[1]), "intercept": 0 * X[0]}
-        self.X.append(X)
-        return norm(X, *self.parameters.values(), 1e-5)[0]
-    def backward(self, dLdy):
-        scale = self.parameters["scaler"]
-        found = [grads(dy, *stats(x, 1e-5), scale) for dy, x in zip([dLdy], self.X)]
-        self.gradients = {"scaler": found[0][1], "intercept": found[0][2]}
-        return [dx for dx, *_ in found]
-""",
-    "objects of data and grad, a cache beside y, other names": """
+# A class in words, and those of the usual one; FACTOR is where dgamma is spoiled.
+CLASS = """
+{head}
+class {name}:
+    {slots}
+    def __init__(self, {made_of}):
+        {make}
+    def forward{way}(self, {x}):
+        {first}
+        self.held = stats({x[0]}, {eps})
+        return {gamma} * self.held[0] + {beta}{beside}
+    def backward{way}(self, {takes}):
+        dx, dgamma, dbeta = grads({dy}, *{held}, {gamma})
+        dgamma = FACTOR * dgamma
+        {store}
+        return {returned}
+"""
+ATTRIBUTES = "self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps"
+WORDS = {
+    "head": "", "name": "LayerNorm", "slots": "", "made_of": "n, eps=1e-5", "make": ATTRIBUTES,
+    "way": "", "x": "x", "first": "", "eps": "self.eps", "gamma": "self.gamma", "beta": "self.beta",
+    "beside": "", "takes": "dy", "dy": "dy", "held": "self.held", "returned": "dx",
+    "store": "self.dgamma, self.dbeta = dgamma, dbeta",
+}  # fmt: skip
+PARAMETER = """
 class Parameter:
-    def __init__(self, data):
-        self.data, self.grad = data, np.zeros_like(data)
-class LayerNorm:
-    def __init__(self, n):
-        self.gamma, self.beta = Parameter(np.ones(n)), Parameter(np.zeros(n))
-    def forward_pass(self, x):
-        return norm(x, self.gamma.data, self.beta.data, 1e-5)
-    def backward_pass(self, dy, cache):
-        dx, dgamma, dbeta = grads(dy, *cache)
-        self.gamma.grad += dgamma
-        self.beta.grad += dbeta
-        return dx
-""",
-}
-STYLES = FUNCTIONS | CLASSES
+    def __init__(self, data): self.data, self.grad = data, np.zeros_like(data)
+"""
+LISTS = {
+    "make": "self.params, self.eps = [np.ones(n), np.zeros(n)], eps",
+    "gamma": "self.params[0]", "beta": "self.params[1]", "store": "self.grads = [dgamma, dbeta]",
+}  # fmt: skip
+DICTS = {
+    "make": "self.params, self.eps = {'gamma': np.ones(n), 'beta': np.zeros(n)}, eps",
+    "gamma": "self.params['gamma']", "beta": "self.params['beta']",
+    "store": "self.grads = {'beta': dbeta, 'gamma': dgamma}",
+}  # fmt: skip
+CLASSES = {
+    "returned": {"store": "", "returned": "dx, dgamma, dbeta"},
+    "in attributes, a shape, eps to be given": {
+        "made_of": "shape, epsilon, bias=True", "eps": "self.epsilon", "gamma": "self.weight",
+        "make": "self.weight, self.bias, self.epsilon = np.ones(shape), np.zeros(shape), epsilon",
+        "first": "self.g = x", "beta": "self.bias", "takes": "grad_output", "dy": "grad_output",
+        "store": "assert self.bias.ndim == 1; self.grad_weight, self.bias_grad = dgamma, dbeta"},
+    "accumulated, with a rate": {
+        "name": "Norm", "made_of": "d_model=16, eps=1e-6", "takes": "dy, learning_rate",
+        "make": f"n = 1, 1, d_model; {ATTRIBUTES}; self.dgamma, self.dbeta = np.zeros((2, *n))",
+        "store": "self.dgamma += dgamma; self.dbeta += dbeta"},
+    "slots, a lock and a file": {
+        "head": "import os, threading\nNOTHING = os.open(os.devnull, os.O_RDONLY)",
+        "slots": "__slots__ = 'gamma beta eps held dgamma dbeta lock file'.split()",
+        "make": f"{ATTRIBUTES}; self.lock, self.file = threading.Lock(), open(NOTHING, closefd=0)"},
+    "made of its parameters, lists": LISTS | {
+        "made_of": "gamma, beta", "eps": "1e-7",
+        "make": "self.params, self.grads = [gamma, beta], [0 * gamma, 0 * beta]",
+        "store": "self.grads[0][...], self.grads[1][...] = dgamma, dbeta"},
+    "made by the first forward, a list of each": {
+        "name": "LayerNorm1D", "made_of": "", "x": "X", "takes": "dLdy", "dy": "dLdy",
+        "make": "self.parameters, self.X = {'scaler': None, 'intercept': None}, []",
+        "first": "if not self.X: self.parameters = dict(scaler=np.random.rand(X.shape[1]), "
+        "intercept=0 * X[0])\n        self.X.append(X)",
+        "gamma": "self.parameters['scaler']", "beta": "self.parameters['intercept']", "eps": "1e-5",
+        "held": "stats(self.X[0], 1e-5)", "returned": "[dx]",
+        "store": "self.gradients = {'scaler': dgamma, 'intercept': dbeta}"},
+    "objects of data and grad, a cache beside y, other names": {
+        "head": PARAMETER, "way": "_pass", "beside": ", self.held", "takes": "dy, cache",
+        "make": "self.gamma, self.beta, self.eps = Parameter(np.ones(n)), Parameter(np.zeros(n)), eps",
+        "gamma": "self.gamma.data", "beta": "self.beta.data", "held": "cache",
+        "store": "self.gamma.grad += dgamma; self.beta.grad += dbeta"},
+    "lists": LISTS,
+    "tuples": LISTS | {
+        "make": "self.params, self.eps = (np.ones(n), np.zeros(n)), eps",
+        "store": "self.grads = dgamma, dbeta"},
+    "attributes and lists": {
+        "make": f"{ATTRIBUTES}; self.params = [self.beta, self.gamma]", "gamma": "self.params[1]",
+        "beta": "self.params[0]", "store": "self.grads = [dbeta, dgamma]"},
+    "pairs": {"store": "self.grads = [(self.beta, dbeta), (self.gamma, dgamma)]"},
+    "dicts": DICTS,
+    "a dict of dgamma": {"store": "self.grads = {'dweight': dgamma, 'dbias': dbeta}"},
+    "beside the parameters": DICTS | {"store": "self.params.update(dgamma=dgamma, dbeta=dbeta)"},
+    "a list of objects": LISTS | {
+        "head": PARAMETER, "gamma": "self.params[0].data", "beta": "self.params[1].data",
+        "make": "self.params, self.eps = [Parameter(np.ones(n)), Parameter(np.zeros(n))], eps",
+        "store": "self.params[0].grad = dgamma; self.params[1].grad = dbeta"},
+    "a dict of objects": DICTS | {
+        "head": PARAMETER, "gamma": "self.params['g'].data", "beta": "self.params['b'].data",
+        "make": "self.params = {'b': Parameter(np.zeros(n)), 'g': Parameter(np.ones(n))}; self.eps = eps",
+        "store": "self.params['g'].grad = dgamma; self.params['b'].grad = dbeta"},
+    "a cache first, an axis": {
+        "made_of": "axis=8", "make": "self.axis, self.gamma, self.eps = axis, None, 1e-5",
+        "first": "n, eps = x.shape[self.axis], 1e-5\n        if self.gamma is None: " + ATTRIBUTES,
+        "beside": ", *self.held", "takes": "cache, dy", "held": "cache",
+        "store": "", "returned": "dx, {'weight': dgamma, 'bias': dbeta}"},
+    "a cache and a rate with defaults": {"takes": "dy, cache=None, rate=0.1"},
+    "a rate by name": {"takes": "dy, *, rate", "store": "", "returned": "dx, [dgamma, dbeta]"},
+    "x and dy, told that it trains": {
+        "x": "x, training", "takes": "input, grad_output", "dy": "grad_output",
+        "held": "stats(input, self.eps)"},
+}  # fmt: skip
+
+
+def layer(style, core=CORE, factor="1"):
+    return core + CLASS.replace("FACTOR", factor).format(**WORDS | CLASSES[style])
+
+
+STYLES = {style: CORE + text for style, text in FUNCTIONS.items()}
+STYLES |= {style: layer(style) for style in CLASSES}
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_right_code_of_any_style_passes(style, capsys):
     before = np.geterr()
-    assert main(["check", write(CORE + STYLES[style])]) == 0, capsys.readouterr()
+    assert main(["check", write(STYLES[style])]) == 0, capsys.readouterr()
     out, err = shown(capsys)
     # The prints of the file are not among those of the check.
     assert out.startswith("mine.py: ")
     assert (".forward(x), .backward(dy)" in out) == (style in CLASSES)
     assert "PASS" in out
     assert "FAIL" not in out
+    assert "NOT CHECKED" not in out
     assert err == "stablenorm: running the code of mine.py\n"
     assert np.geterr() == before
+
+
+@pytest.mark.parametrize("style", CLASSES)
+def test_two_mistakes_in_a_class_of_any_style_are_named(style, capsys):
+    assert main(["check", write(layer(style, CORE.replace("- mean ", ""), "0.5"))]) == 1
+    out, _ = shown(capsys)
+    assert "FAIL: wrong gradient of x and gamma" in out
+    assert "the mean of g is missing from dx" in out
+    assert "dgamma is off by a factor of 0.5" in out
+
+
+@pytest.mark.parametrize(("spoil", "status"), [("", 0), ("- mean ", 1)])
+def test_dx_is_judged_where_no_other_gradient_is_found(spoil, status, capsys):
+    text = layer("lists", CORE.replace(spoil, "")).replace("self.grads = ", "self.hidden = ")
+    assert main(["check", write(text)]) == status
+    out = shown(capsys)[0]
+    assert "gamma: NOT CHECKED" in out
+    assert "NOTE: dgamma is checked: the backward gives none" in out
+    assert "NOTE: dbeta is checked" in out
+    assert ("the mean of g is missing from dx" in out) == bool(status)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +257,7 @@ def test_right_code_of_any_style_passes(style, capsys):
     ],
 )
 def test_what_was_assumed_is_said(style, options, words, capsys):
-    assert main(["check", write(CORE + STYLES[style]), *options.split()]) == 0
+    assert main(["check", write(STYLES[style]), *options.split()]) == 0
     out, _ = shown(capsys)
     assert [each for each in words.split("|") if each not in out] == [], out
     refused = "note: not for x of shape 2 x 3 x 8: ValueError: too many values to unpack"
@@ -303,180 +366,53 @@ def test_json_is_written_whole(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "r.json"]
 
 
-# ---- where a class keeps its parameters, and what a norm is called ----
-
-STORED = """
-class LayerNorm:
-    def __init__(self, n, eps=1e-5):
-        {make}
-        self.eps = eps
-    def forward(self, x):
-        self.held = stats(x, self.eps)
-        gamma, beta = {read}
-        return gamma * self.held[0] + beta
-    def backward(self, dy):
-        dx, dgamma, dbeta = grads(dy, *self.held, {read}[0])
-        {store}
-        return dx
-"""
-LIST = "self.params = [np.ones(n), np.zeros(n)]; self.grads = [np.zeros(n), np.zeros(n)]"
-DICT = "self.params = {'gamma': np.ones(n), 'beta': np.zeros(n)}"
-MADE = "from types import SimpleNamespace as P; gamma, beta = P(data=np.ones(n), grad=None), "
-MADE += "P(data=np.zeros(n), grad=None)"
-# How parameters are made and read, and where their gradients go.
-PLACES = {
-    "lists": (LIST, "self.params", "self.grads = [dgamma, dbeta]"),
-    "tuples": ("self.params = np.ones(n), np.zeros(n)", "self.params", "self.grads = dgamma, dbeta"),
-    "attributes and lists": (
-        "self.gamma, self.beta = np.ones(n), np.zeros(n); self.params = [self.beta, self.gamma]",
-        "self.params[::-1]", "self.grads = [dbeta, dgamma]"),
-    "dicts": (
-        DICT, "(self.params['gamma'], self.params['beta'])",
-        "self.grads = {'beta': dbeta, 'gamma': dgamma}"),
-    "a dict of dgamma": (
-        "self.weight, self.bias = np.ones(n), np.zeros(n)", "(self.weight, self.bias)",
-        "self.grads = {'dweight': dgamma, 'dbias': dbeta}"),
-    "beside the parameters": (
-        DICT, "(self.params['gamma'], self.params['beta'])",
-        "self.params.update({'dgamma': dgamma, 'dbeta': dbeta})"),
-    "a list of objects": (
-        f"{MADE}; self.params = [gamma, beta]", "[p.data for p in self.params]",
-        "self.params[0].grad = dgamma; self.params[1].grad = dbeta"),
-    "a dict of objects": (
-        f"{MADE}; self.params = {{'beta': beta, 'gamma': gamma}}",
-        "(self.params['gamma'].data, self.params['beta'].data)",
-        "self.params['gamma'].grad = dgamma; self.params['beta'].grad = dbeta"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_gradients_stored_by_order_or_name_are_found(place, capsys):
-    make, read, store = PLACES[place]
-    text = CORE + STORED.format(make=make, read=read, store=store)
-    assert main(["check", write(text)]) == 0, capsys.readouterr()
-    assert "NOT CHECKED" not in shown(capsys)[0]
-    wrong = text.replace("[dgamma, ", "[dgamma / 2, ").replace("= dgamma", "= dgamma / 2")
-    wrong = wrong.replace(", dgamma]", ", dgamma / 2]").replace("': dgamma", "': dgamma / 2")
-    assert wrong != text
-    assert main(["check", write(wrong)]) == 1
-    assert "FAIL: wrong gradient of gamma dgamma is off by a factor of 0.5" in shown(capsys)[0]
-
-
-BESIDE = """
-class LayerNorm:
-    def __init__(self, axis=8):
-        self.axis, self.gamma = axis, None
-    def forward(self, x):
-        if self.gamma is None:
-            self.gamma, self.beta = np.ones(x.shape[self.axis]), np.zeros(x.shape[self.axis])
-        self.held = stats(x, 1e-5)
-        return self.gamma * self.held[0] + self.beta, *self.held
-    def backward({}):
-        {}; dx, dgamma, dbeta = grads(dy, *held, self.gamma)
-        return {}
-"""
-
-
-@pytest.mark.parametrize(
-    ("takes", "held"),
-    [
-        ("self, cache, dy", "held = cache"),
-        ("self, dy, cache=None, rate=0.1", "held = self.held"),
-        ("self, dy, *, rate", "held = self.held"),
-        ("self, input, grad_output", "dy = grad_output; held = stats(input, 1e-5)"),
-    ],
-)
-@pytest.mark.parametrize("returned", ["{'weight': dgamma, 'bias': dbeta}", "[dgamma, dbeta]"])
-def test_the_arguments_of_a_class_are_recognized(takes, held, returned, capsys):
-    text = CORE + BESIDE.format(takes, held, f"dx, {returned}")
-    for wrong in ("", "- mean ", "* gamma"):
-        status = main(["check", write(text.replace(wrong, "") if wrong else text)])
-        assert status == bool(wrong), capsys.readouterr()
-    assert "gamma is not applied in dx" in shown(capsys)[0]
-
-
-@pytest.mark.parametrize(("spoil", "status"), [("", 0), ("- mean ", 1)])
-def test_dx_is_judged_where_no_other_gradient_is_found(spoil, status, capsys):
-    make, read, _ = PLACES["lists"]
-    text = CORE.replace(spoil, "") if spoil else CORE
-    text += STORED.format(make=make.partition(";")[0], read=read, store="self.hidden = None")
-    assert main(["check", write(text)]) == status
-    out = shown(capsys)[0]
-    assert "gamma: NOT CHECKED" in out
-    assert "NOTE: dgamma is checked: the backward gives none" in out
-    assert "NOTE: dbeta is checked" in out
-    assert ("the mean of g is missing from dx" in out) == bool(status)
-
-
-RMS_CORE = """
-import numpy as np
-def rms(x, eps):
-    rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
-    return x * rstd, rstd
-def pull(dy, xhat, rstd, w):
-    g = w * dy
-    dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdims=True) SPOIL)
-    return dx, (dy * xhat).sum(tuple(range(dy.ndim - 1)))
-"""
-RMS_FORMS = {
-    "functions": """
+# An RMS norm whose dx has a term of a layer norm, and without it.
+WRONG_RMS = CORE.replace("x - x.mean(-1, keepdims=True)", "x")
+RMS = WRONG_RMS.replace("- mean ", "")
+RMS_FUNCTIONS = """
 def rms_norm_forward(x, gamma, eps):
-    xhat, rstd = rms(x, eps)
-    return gamma * xhat, (xhat, rstd, gamma)
+    return norm(x, gamma, 0, eps)
 def rmsnorm_backward(dy, cache):
-    return pull(dy, *cache)
-""",
-    "a class": """
-class RMSNorm:
-    def __init__(self, n, eps=1e-6):
-        self.weight, self.eps = np.ones(n), eps
-    def forward(self, x):
-        self.held = rms(x, self.eps)
-        return self.weight * self.held[0]
-    def backward(self, dy):
-        dx, self.dweight = pull(dy, *self.held, self.weight)
-        return dx
-""",
-}
+    return grads(dy, *cache)[:2]
+"""
+RMS_CLASS = CLASS.replace("FACTOR", "1").format(**WORDS | {
+    "name": "RMSNorm", "make": "self.weight, self.eps = np.ones(n), eps", "gamma": "self.weight",
+    "beta": "0", "store": "self.dweight = dgamma"})  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("term", "options", "status", "words"),
+    ("core", "options", "status", "words"),
     [
-        ("", "--gamma-offset 1", 0, "PASS: an error of"),
-        ("", "", 1, "this is not the RMS normalization asked for"),
-        ("- g.mean(-1, keepdims=True)", "--gamma-offset 1", 1, "mean of g is subtracted in dx"),
+        (RMS, "--gamma-offset 1", 0, "PASS: an error of"),
+        (RMS, "", 1, "this is not the RMS normalization asked for"),
+        (WRONG_RMS, "--gamma-offset 1", 1, "mean of g is subtracted in dx"),
     ],
 )
-def test_an_rms_norm_that_adds_1_to_gamma_is_checked_as_one(term, options, status, words, capsys):
-    text = RMS_CORE.replace("SPOIL", term) + RMS_FORMS["functions"]
-    file = write(text.replace("xhat, rstd = rms", "gamma = 1 + gamma; xhat, rstd = rms"))
+def test_an_rms_norm_that_adds_1_to_gamma_is_checked_as_one(core, options, status, words, capsys):
+    file = write(core + RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma"))
     assert main(["check", file, "--kind", "rms", *options.split()]) == status
     assert words in shown(capsys)[0]
     assert main(["check", file, "--kind", "layer"]) == 2
     assert "must have layer_norm_forward" in shown(capsys)[1]
 
 
-@pytest.mark.parametrize("form", RMS_FORMS)
+@pytest.mark.parametrize("form", [RMS_FUNCTIONS, RMS_CLASS], ids=["functions", "a class"])
 def test_the_kind_follows_the_name(form, capsys):
-    text = RMS_CORE + RMS_FORMS[form]
-    assert main(["check", write(text.replace("SPOIL", ""))]) == 0, capsys.readouterr()
-    spoiled = text.replace("SPOIL", "- g.mean(-1, keepdims=True)")
-    assert main(["check", write(spoiled)]) == 1
+    assert main(["check", write(RMS + form)]) == 0, capsys.readouterr()
+    assert main(["check", write(WRONG_RMS + form)]) == 1
     assert "the mean of g is subtracted in dx" in shown(capsys)[0]
-    names = text.replace("SPOIL", "").replace("rms_norm", "my").replace("RMSNorm", "Norm")
-    names = names.replace("rmsnorm", "my")
+    names = RMS + form.replace("rms_norm", "my").replace("RMSNorm", "Norm").replace("rmsnorm", "my")
     options = ["--forward", "my_forward", "--backward", "my_backward"] if "my_" in names else []
     assert main(["check", write(names), *options]) == 1
     assert "it is that of an RMS norm: say --kind rms" in shown(capsys)[0]
     assert main(["check", write(names), "--kind", "rms", *options]) == 0
-    assert main(["check", write(text.replace("SPOIL", "")), "--kind", "layer"]) in (1, 2)
+    assert main(["check", write(RMS + form), "--kind", "layer"]) in (1, 2)
     shown(capsys)
 
 
 def test_parameters_of_unknown_names_and_a_factor_near_1_are_told(capsys):
-    make, read = "self.a_2, self.b_2 = np.ones(n), np.zeros(n)", "(self.a_2, self.b_2)"
-    assert main(["check", write(CORE + STORED.format(make=make, read=read, store=""))]) == 0
+    text = layer("returned").replace("self.gamma", "self.a_2").replace("self.beta", "self.b_2")
+    assert main(["check", write(text.replace("dx, dgamma, dbeta\n", "dx\n"))]) == 0
     assert "note: no gamma and no beta is found: dx alone is judged" in shown(capsys)[0]
     near = CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL
     assert main(["check", write(near)]) == 1

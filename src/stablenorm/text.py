@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
+import secrets
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,36 +19,29 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Table(NamedTuple):
-    """Rows of cells below their columns; None draws a rule."""
+    """Rows of cells below their columns."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str] | None]
+    rows: Sequence[Sequence[str]]
 
 
 class Section(NamedTuple):
-    """
-    One part of what is told; `notes` say how the numbers were obtained.
-
-    `draw` draws its picture, which shows what `caption` says.
-    """
+    """One part of what is told; `notes` say how the numbers were obtained."""
 
     heading: str
     text: str
     tables: Sequence[Table] = ()
     notes: str = ""
-    draw: Callable[[Any], None] | None = None
-    caption: str = ""
+    verdict: str = "PASS"
+    # For the page alone: a sentence, and the errors to draw, ours and those of the plain formula by output.
+    abstract: str = ""
+    errors: Mapping[str, Any] = {}
 
 
 def number(value: float) -> str:
     """Write three digits, all those before the point of a number of four or five."""
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e5 else f"{value:.3g}"
-
-
-def grouped(count: int) -> str:
-    """Write a count with a space between its thousands."""
-    return f"{count:,}".replace(",", " ")
 
 
 def quantity(value: float, unit: str) -> str:
@@ -115,6 +110,22 @@ def plain(value: Any) -> Any:
 def to_json(held: dict[str, Any], path: Any = None) -> str:
     """Return plain data as JSON text, and write it to a file if one is named."""
     text = json.dumps(held, indent=1, allow_nan=False) + "\n"
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+    write_whole(path, lambda file: file.write(text.encode()))
     return text
+
+
+def write_whole(path: Any, write: Callable[[Any], object]) -> None:
+    """Call ``write(file)`` on a new file beside `path`, if one is named, then rename it."""
+    if path is None:
+        return
+    # A new name each time: what a link of this name leads to is never written.
+    beside = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}.part")
+    with beside.open("xb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise

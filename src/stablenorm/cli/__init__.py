@@ -4,7 +4,6 @@ import argparse
 import importlib
 import os
 import sys
-import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,8 +12,8 @@ import stablenorm
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
 from stablenorm.text import printable
 
-# Modules of this folder, in the order of --help. Each has SUMMARY, ABOUT, EXAMPLES, run() and OPTIONS: the
-# help of each, with changes to its row in the table of `parts` if there are any.
+# Modules of this folder, in the order of --help. Each has run() and OPTIONS: the help of each, with changes
+# to its row in the table of `parts` if there are any. The module's docstring is the help of the command.
 _COMMANDS = "run", "diagnose", "check", "bench"
 
 
@@ -25,13 +24,6 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(msg)
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def _fill_text(self, text: str, width: int, _indent: str) -> str:
-        """Set paragraphs anew, and leave lists, whose lines are indented, as they are written."""
-        paragraphs = text.strip().split("\n\n")
-        return "\n\n".join(p if "\n  " in p else textwrap.fill(p, width) for p in paragraphs)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run the command with these arguments, by default those of the process.
@@ -39,8 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status: 0, 1 if a check failed, 2 on bad input or without a command, 3 if a check
     of a file has no verdict, 130 if interrupted, 141 if nobody reads what it prints.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        status = _run(sys.argv[1:] if argv is None else argv)
+        # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
+        parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
+        if not argv:
+            parser.print_help(sys.stderr)
+            return EXIT_BAD_INPUT
+        arguments = parser.parse_args(argv)
+        with warnings.catch_warnings():
+            # In a line, as everything else that is not a result; the place in our code helps nobody.
+            warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
+            status = int(arguments.job(arguments))
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised if unknown
         status = _answer(error)
     try:
@@ -52,19 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run(argv: Sequence[str]) -> int:
-    # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
-    parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        parser.print_help(sys.stderr)
-        return EXIT_BAD_INPUT
-    with warnings.catch_warnings():
-        # In a line, as everything else that is not a result; the place in our code helps nobody.
-        warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
-        return int(arguments.job(arguments))
-
-
 def _answer(error: BaseException) -> int:
     """Return the exit status of a command that this ended, and say in a line why."""
     match error:
@@ -74,25 +63,24 @@ def _answer(error: BaseException) -> int:
         case BrokenPipeError():
             return EXIT_PIPE
         case KeyboardInterrupt():
-            _say(error if error.args else "interrupted")
-            return EXIT_INTERRUPTED
+            return _say(str(error) or "interrupted", EXIT_INTERRUPTED)
         case MemoryError():
             return _say(f"x must fit in memory, got: {error}")
         case OSError():
             # A name too long, a full disk behind stdout: the system's reason says it all.
             where = f" ({error.filename})" if error.filename else ""
             return _say(f"{error.strerror or error}{where}")
-        case InputError() | ImportError():
-            return _say(error)
-        # The kernels refuse a variable of the environment when they are loaded, by any command.
-        case ValueError() if str(error).startswith("STABLENORM_"):
-            return _say(error)
+        case InputError():
+            return _say(error.line())
+    # The kernels refuse a variable of the environment when they are loaded, by any command.
+    if isinstance(error, ImportError) or str(error).startswith("STABLENORM_"):
+        return _say(error)
     raise error
 
 
-def _say(words: object) -> int:
+def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
     print(f"stablenorm: {printable(str(words))}", file=sys.stderr)
-    return EXIT_BAD_INPUT
+    return status
 
 
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
@@ -102,11 +90,18 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
         "compute them, check them, and see what they cost.",
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
         module = importlib.import_module(f"stablenorm.cli.{name}")
-        texts = {"help": module.SUMMARY, "description": module.ABOUT, "epilog": module.EXAMPLES}
-        command = commands.add_parser(name, formatter_class=_Help, **texts)
+        summary, _, more = str(module.__doc__).strip().partition("\n\n")
+        about, _, examples = more.partition("\n\n")
+        command = commands.add_parser(
+            name,
+            help=summary[:1].lower() + summary[1:-1],
+            description=about,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.set_defaults(job=module.run)
         for option, given in module.OPTIONS.items():
             about, changes = (given, {}) if isinstance(given, str) else given

@@ -1,23 +1,10 @@
-"""`stablenorm bench`: the speed of our backends on the user's shapes, beside a copy of memory."""
+"""
+Time forward and backward on your shapes, beside a copy of memory.
 
-import argparse
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+Time the forward and the backward of every backend on your shapes, in turn,
+and say what fraction of the speed of a copy they reach. The last axis is
+normalized.
 
-from stablenorm import timing
-from stablenorm.backends import choose
-from stablenorm.cli import parts
-from stablenorm.formats import parse
-from stablenorm.text import Table, quantity, shape_text
-
-# Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
-_LIMIT = 2.0
-_ROUNDS = 15
-# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
-_ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_per_second of_copy"
-
-EXAMPLES = """\
 examples:
   stablenorm bench                                       one shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
@@ -37,14 +24,26 @@ how to read it:
 exit status: 0 done, 2 it cannot be run (one line says why).
 """
 
+import argparse
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stablenorm import timing
+from stablenorm.backends import choose
+from stablenorm.cli import parts
+from stablenorm.formats import parse
+from stablenorm.text import Table, quantity, shape_text
+
+# Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
+_LIMIT = 2.0
+_ROUNDS = 15
+# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
+_ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_per_second of_copy"
 
 _REPEATED = {"action": "append", "default": None}
 _SEVERAL = "may be given several times; default: "
-SUMMARY = "time forward and backward on your shapes, beside a copy of memory"
-ABOUT = (
-    "Time the forward and the backward of every backend on your shapes, in turn, and say what "
-    "fraction of the speed of a copy they reach. The last axis is normalized."
-)
 OPTIONS = {
     "--shape": (f"of x; {_SEVERAL}32 512 768", _REPEATED),
     "--dtype": (f"{_SEVERAL}float32", _REPEATED),
@@ -60,15 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm bench` is asked."""
     shapes = list(map(tuple, arguments.shape or [(32, 512, 768)]))
     dtypes = arguments.dtype or ["float32"]
-    for shape in shapes:
+    cases = list(itertools.product(shapes, dtypes))
+    for shape, dtype in cases:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
-        parts.check_shape(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
+        what = f"--shape must fit in memory, got {shape_text(shape)}"
+        parts.check_memory(what, 7 * math.prod(shape) * parse(dtype).itemsize, "take fewer rows")
     # A backend that is named twice is one backend.
     backends = dict.fromkeys(map(choose, arguments.backend or timing.usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
     threads = timing.use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
-    cases = list(itertools.product(shapes, dtypes))
     with parts.progress_bar("copy") as progress:
         progress(0, 1 + len(cases))
         copy = timing.measure_copy(threads)
@@ -77,7 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
             rows += _measure(timing.make_problem(shape, dtype), ways, copy, arguments.kind)
     held = {"kind": arguments.kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
     parts.write_json(arguments.json, held)
-    _print(rows)
+    cells, above = list[tuple[str, ...]](), ""
+    for row in rows:
+        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
+        # A blank line between the parts.
+        cells += [("",)] * (above not in ("", about))
+        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
+        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
+        time = quantity(row["seconds"], "s")
+        cells.append((about * (about != above), backend, row["outputs"], time, *speed))
+        above = about
+    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
+    parts.print_table(Table("Medians of interleaved calls", columns, cells))
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
     return 0
@@ -101,18 +112,3 @@ def _measure(
             speed = arrays * x.nbytes / t.median
             row = x.shape, str(x.dtype), direction, *name.split(), t.median, (t.low, t.high), speed
             yield dict(zip(_ROW.split(), (*row, speed / copy), strict=True))
-
-
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the table: one part for each problem and direction, which are said once."""
-    cells: list[tuple[str, ...] | None] = []
-    named = lambda row: f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
-    for name, group in itertools.groupby(rows, named):
-        cells += [None] if cells else []
-        for about, row in zip(itertools.chain([name], itertools.repeat("")), group, strict=False):
-            backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
-            speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
-            time = quantity(row["seconds"], "s")
-            cells.append((about, backend, row["outputs"], time, *speed))
-    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
-    parts.print_table(Table("Medians of interleaved calls", columns, cells))

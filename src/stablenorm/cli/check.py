@@ -1,24 +1,10 @@
-"""`stablenorm check`: check the layer or RMS norm in a file of the user's."""
+"""
+Check a layer or RMS norm that you have written: runs your file, names common mistakes.
 
-import argparse
-import warnings
+Run a Python file of yours and check the norm in it: its gradients against
+finite differences and a closed form, its behavior on hard inputs. The report
+names common mistakes, and the smallest error that would have been seen.
 
-import numpy as np
-
-from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.check.cases import example
-from stablenorm.cli import parts
-from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
-from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
-from stablenorm.formats import parse
-from stablenorm.text import shape_text
-from stablenorm.types import Array
-
-# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
-_SHAPES = ((2, 3, 8), (6, 8))
-_Data = tuple[Array, Array | None, Array | None]
-
-EXAMPLES = """\
 examples:
   stablenorm check mine.py
   stablenorm check mine.py --forward fwd --backward bwd
@@ -33,27 +19,50 @@ what the file holds, two functions or a class:
   class LayerNorm: ...                                forward(x), backward(dy)
 The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
 
-Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
-order; gamma and beta may be missing. The cache may be anything. Gradients may come as a tuple or,
-by name, as a dict. An eps fixed inside the forward is found, and said.
+Arguments are recognized by name (gamma or weight, beta or bias, ln_param,
+...), otherwise by order; gamma and beta may be missing. The cache may be
+anything. Gradients may come as a tuple or, by name, as a dict. An eps fixed
+inside the forward is found, and said.
 
-A class is made with n, (n,) or nothing. Its gamma and beta are attributes or members of params,
-there from the start or after the first forward; their gradients are returned, or stored in
-attributes (dgamma, grad_weight, gamma.grad, ...) or in grads.
+A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
+members of params, there from the start or after the first forward; their
+gradients are returned, or stored in attributes (dgamma, grad_weight,
+gamma.grad, ...) or in grads.
 
-THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
+THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you
+trust.
 
-exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (one line says why),
-3 inconclusive: too noisy, or too little compared, for a verdict.
+exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run
+(one line says why), 3 inconclusive: too noisy, or too little compared, for a
+verdict.
 """
 
+import argparse
+import math
+from copy import deepcopy
 
-SUMMARY = "check a layer or RMS norm that you have written: runs your file, names common mistakes"
-ABOUT = (
-    "Run a Python file of yours and check the norm in it: its gradients against finite "
-    "differences and a closed form, its behavior on hard inputs. The report names common "
-    "mistakes, and the smallest error that would have been seen."
+import numpy as np
+
+from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check.cases import example
+from stablenorm.check.roles import key_of
+from stablenorm.cli import parts
+from stablenorm.cli.user_norm import (
+    Norm,
+    UserError,
+    UserFile,
+    adapt_class,
+    adapt_functions,
+    running,
 )
+from stablenorm.formats import parse
+from stablenorm.text import shape_text
+from stablenorm.types import Array
+
+# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
+_SHAPES = [(2, 3, 8), (6, 8)]
+_Data = tuple[Array, Array | None, Array | None]
+
 OPTIONS = {
     "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
@@ -75,33 +84,25 @@ OPTIONS = {
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
-    parts.check_shape(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
-    try:
-        with (
-            kept_streams(),
-            warnings.catch_warnings(),
-            np.errstate(),
-            parts.progress_bar("comparing") as progress,
-        ):
-            norm = _adapt(UserFile(arguments.file), arguments)
-            # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
-            np.seterr(all="ignore")
-            warnings.simplefilter("ignore")
-            shape, notes = _choose_shape(norm, arguments)
-            notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
-            check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
-            given = *_data(norm, shape, arguments), arguments.eps
-            options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
-            report = check(norm.forward, norm.backward, *given, **options, progress=progress)
-    except UserError as error:
-        raise parts.InputError(line_of(error)) from None
-    except parts.InputError:
-        raise
-    # The user's functions returned something that the check cannot judge: a traceback helps nobody.
-    except Exception as error:
-        text = " ".join(str(error).split())
-        msg = f"the check cannot go on: {type(error).__name__}: {text}"
-        raise parts.InputError(msg) from error
+    shape = arguments.shape or ()
+    what = f"--shape must fit in memory, got {shape_text(shape)}"
+    needed = 8 * math.prod(shape) * parse(arguments.dtype).itemsize
+    parts.check_memory(what, needed, "take fewer rows")
+    with (
+        # A result that the check cannot judge: a traceback helps nobody.
+        parts.refusing(Exception, what="the check cannot go on: ", named=True),
+        parts.progress_bar("comparing") as progress,
+        running(arguments.file) as file,
+    ):
+        norm = _adapt(file, arguments)
+        kind = arguments.kind or ("rms" if "rms" in key_of(norm.name) else "layer")
+        data, notes = _choose_data(norm, arguments)
+        notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
+        check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
+        options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
+        functions = norm.forward, norm.backward
+        report = check(*functions, *data, arguments.eps, **options, progress=progress)
+    shape = data[0].shape
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
     content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
@@ -118,46 +119,38 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
     if name is not None and is_named:
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
-    try:
+    # Without a signature that can be read, or that of a norm.
+    with parts.refusing(ValueError):
         if name is None:
             try:
-                given = arguments.forward, arguments.backward, arguments.kind
-                return adapt_functions(file, *given)
+                return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
             except parts.InputError:
                 if is_named or len(file.classes) != 1:
                     raise
-        n = (arguments.shape or _SHAPES[0])[-1]
-        return adapt_class(file, name or file.classes[0], n, arguments.kind)
-    # Without a signature that can be read, or that of a norm.
-    except ValueError as error:
-        raise parts.InputError(str(error)) from None
+        return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
-def _data(norm: Norm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
-    """Return x, and gamma and beta where there are any."""
-    arrays = example(shape, np.random.default_rng(arguments.seed))
-    x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
-    return x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
-
-
-def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
-    """Return the first shape that both functions accept, and why others were rejected."""
-    shapes = [tuple(arguments.shape)] if arguments.shape else list(_SHAPES)
-    refused: dict[tuple[int, ...], UserError] = {}
-    notes: list[str] = []
-    for shape in shapes:
+def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list[str]]:
+    """Return x, gamma and beta of the first shape that both functions accept, and why others were rejected."""
+    notes, accepted, refused = list[str](), list[_Data](), list[UserError]()
+    for shape in [tuple(arguments.shape)] if arguments.shape else _SHAPES:
+        arrays = example(shape, np.random.default_rng(arguments.seed))
+        x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
+        data = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
         try:
-            wrong = _objection(norm, _data(norm, shape, arguments), arguments.eps)
+            # A copy: code that modifies its x is for the check to judge.
+            wrong = _objection(norm, deepcopy(data), arguments.eps)
+            accepted.append(data)
         except UserError as error:
-            wrong, refused[shape] = line_of(error), error
+            wrong = error.line()
+            refused.append(error)
         if not wrong:
-            return shape, notes
+            return data, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # Wrong shapes, or a backward that raises, are for the check to judge.
-    for shape in shapes:
-        if shape not in refused:
-            return shape, []
-    raise refused[shapes[0]]
+    if accepted:
+        return accepted[0], []
+    raise refused[0]
 
 
 def _objection(norm: Norm, data: _Data, eps: float) -> str:
@@ -169,7 +162,7 @@ def _objection(norm: Norm, data: _Data, eps: float) -> str:
         # Its gradients cannot be told apart: then nothing can be checked.
         if type(error) is UserError:
             raise
-        return line_of(error)
+        return error.line()
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:

@@ -1,13 +1,9 @@
-"""`stablenorm diagnose`: what a layer norm would lose on the data in a file."""
+"""
+Say what a layer norm would lose on the data in a file, and on which rows.
 
-import argparse
+Say how well conditioned the layer norm of an array in a file is, how many
+bits of y each common method loses, and which rows are the worst.
 
-from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, choose, list_members, read_eps
-from stablenorm.diagnosis import diagnose
-from stablenorm.diagnosis.results import lines_of
-
-EXAMPLES = """\
 examples:
   stablenorm diagnose                         the bundled data
   stablenorm diagnose a.npy                   all axes but the last are rows
@@ -22,15 +18,18 @@ how to read it:
                     0: as good as correctly rounded; all: nothing of y is left
   condition number  how many times larger a relative error of x is in y, or dx
 
-exit status: 0 done; 2 the file cannot be read, or it holds several arrays and --member is needed.
+exit status: 0 done; 2 the file cannot be read, or it holds several arrays and
+--member is needed.
 """
 
+import argparse
 
-SUMMARY = "say what a layer norm would lose on the data in a file, and on which rows"
-ABOUT = (
-    "Say how well conditioned the layer norm of an array in a file is, how many bits of y each "
-    "common method loses, and which rows are the worst."
-)
+from stablenorm.cli import parts
+from stablenorm.cli.files import BUNDLED, choose, list_members, read_eps
+from stablenorm.diagnosis import diagnose
+from stablenorm.diagnosis.results import lines_of
+from stablenorm.text import write_whole
+
 OPTIONS = {
     "file": "an .npy, .npz or .safetensors file; default: the bundled data",
     "--kind": "of the norm; default: layer",
@@ -49,17 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
     path, axis, kind = arguments.file or BUNDLED, arguments.axis, arguments.kind
     members = list_members(path)
     member, eps = choose(members, path, arguments.member), read_eps(members, arguments.eps)
-    try:
+    # The package refuses the user's input in its own words.
+    with parts.refusing(TypeError, ValueError):
         chosen = None if axis == [None] else tuple(axis)
         asked = {"axis": chosen, "dtype": arguments.dtype, "top": arguments.top, "kind": kind}
         diagnosis = diagnose(member.load(), eps, **asked)
-    except (TypeError, ValueError) as error:
-        raise parts.InputError(str(error)) from None
-    parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
+    diagnosis.to_json(arguments.json)
     ending = str(arguments.plot)[-3:].lower()
-    parts.write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
+    write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
     first, *others = lines_of(diagnosis, parts.columns())
     axes = ", ".join(map(str, diagnosis.axis))
-    parts.print_lines(f"{member.label}: {member.dtype}, axis {axes}")
+    parts.print_lines(f"{member.label}: {member.like.dtype}, axis {axes}")
     parts.print_lines("", *others, bold=first)
     return 0

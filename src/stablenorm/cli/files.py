@@ -1,11 +1,8 @@
 """Arrays in files: .npy, members of .npz, tensors of .safetensors."""
 
-import contextlib
 import itertools
 import json
-import math
 import operator
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cli import parts
-from stablenorm.cli.parts import InputError
+from stablenorm.cli.parts import InputError, check_file, check_memory, print_table, refusing
 from stablenorm.formats import check_dtype
 from stablenorm.text import Table, printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
@@ -28,51 +24,40 @@ _KINDS = "an .npy, .npz or .safetensors file"
 
 
 class Member(NamedTuple):
-    """One array of a file: what its header says, and the function that reads it."""
+    """One array of a file: how messages call it, its header, and the function that reads it."""
 
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    label: str
+    # An array without memory, of the shape and dtype that the file promises.
+    like: Array
     read: Callable[[], Array]
 
-    @property
-    def label(self) -> str:
-        """How messages call it."""
-        return f"{printable(self.name, '')} in {self.path}" if self.name else str(self.path)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def load(self, wanted: tuple[int, ...] = ()) -> Array:
-        """Read all of it, in the byte order of this machine; refuse one of another size than `wanted`."""
+    def load(self, shape: tuple[int, ...] | None = None) -> Array:
+        """Read all of it, in the byte order of this machine; refuse another shape than is wanted."""
         # Looked at before it is read: a small archive can hold gigabytes of zeros.
-        check_dtype(self.label, np.empty(0, self.dtype))
-        if wanted and math.prod(wanted) != math.prod(self.shape):
-            came = shape_text(self.shape)
-            msg = f"{self.label} must have shape {shape_text(wanted)} to match x, got {came}"
+        label, like, read = self
+        check_dtype(label, like)
+        if shape not in (None, like.shape):
+            wanted, came = shape_text(shape or ()), shape_text(like.shape)
+            msg = f"{label} must have shape {wanted} to match x, got {came}"
             raise InputError(msg)
-        parts.check_memory(f"{self.label} must fit in memory", self.nbytes, "save fewer rows")
-        with _whole(self.label):
-            array = self.read().reshape(self.shape)
+        check_memory(f"{label} must fit in memory", like.nbytes)
+        with _whole(label):
             # NumPy saves bfloat16 as two raw bytes per element.
-            array = array.view(bfloat16) if self.dtype == bfloat16 else array
-            return array.astype(self.dtype.newbyteorder("="), copy=False)
+            array = read().reshape(like.shape)
+            array = array.view(bfloat16) if like.dtype == bfloat16 else array
+            return array.astype(like.dtype.newbyteorder("="), copy=False)
+
+
+def _whole(label: object) -> Any:
+    # zipfile, zlib, json and NumPy have a dozen kinds of errors for what is damaged.
+    return refusing(Exception, what=f"{label} must be whole, got a damaged one: ")
 
 
 def list_members(path: Path) -> dict[str, Member]:
-    """Return the arrays of a file by name: those that a layer norm takes, and others."""
-    if not path.is_file():
-        msg = f"FILE must be {_KINDS}, got {path}, {parts.what_is(path)}"
-        raise InputError(msg)
+    """Return the arrays of a file by name, x in an .npy file: what a layer norm takes, and others."""
+    check_file(path, _KINDS)
     with _whole(path), path.open("rb") as file:
-        members = {one.name: one for one in _members(path, file)}
-        for one in members.values():
-            if min(one.shape, default=0) < 0 or one.nbytes > sys.maxsize:
-                msg = f"shape {shape_text(one.shape)}"
-                raise ValueError(msg)
+        members = dict(_members(path, file))
     if not members:
         msg = f"{path} must hold an array, got none"
         raise InputError(msg)
@@ -86,10 +71,10 @@ def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
     if name in members:
         return members[name]
     rows = [
-        (printable(m.name, ""), shape_text(m.shape), str(m.dtype), quantity(m.nbytes, "B"))
-        for m in members.values()
+        (printable(name, ""), shape_text(a.shape), str(a.dtype), quantity(a.nbytes, "B"))
+        for name, (_, a, _) in members.items()
     ]
-    parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
+    print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
     given = f", got {name}" if name else ""
     msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{given}"
     raise InputError(msg)
@@ -99,46 +84,43 @@ def read_eps(members: dict[str, Member], given: float | None) -> float:
     """Return the eps that is given or, without it, that of the file; 1e-5 if it has none."""
     if given is not None or "eps" not in members:
         return 1e-5 if given is None else given
-    eps = members["eps"]
-    if math.prod(eps.shape) != 1 or eps.dtype.kind not in "fiu":
-        msg = f"{eps.label} must be one number, got {shape_text(eps.shape)} of {eps.dtype}"
+    label, like, read = members["eps"]
+    if like.size != 1 or like.dtype.kind not in "fiu":
+        msg = f"{label} must be one number, got {shape_text(like.shape)} of {like.dtype}"
         raise InputError(msg)
-    with _whole(eps.label):
-        return float(eps.read().reshape(()))
+    with _whole(label):
+        return float(read().reshape(()))
 
 
-# ---- headers ----
-
-
-def _members(path: Path, file: Any) -> Iterator[Member]:
+def _members(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
     """Read the header of each array of a file."""
     begin = file.read(8)
     file.seek(0)
     if begin.startswith(np.lib.format.MAGIC_PREFIX):
-        yield _header(path, "", file)
+        yield "x", Member(str(path), _header(file), partial(np.load, path))
     elif begin.startswith((b"PK\3\4", b"PK\5\6")):
         with zipfile.ZipFile(file) as archive:
-            for entry in archive.namelist():
-                if entry.endswith(".npy"):
-                    with archive.open(entry) as stream:
-                        yield _header(path, entry[:-4], stream)
+            for name in (n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")):
+                label = f"{printable(name, '')} in {path}"
+                with archive.open(f"{name}.npy") as stream:
+                    read = partial(lambda name: np.load(path)[name], name)
+                    yield name, Member(label, _header(stream), read)
     else:
         yield from _tensors(path, file)
 
 
-def _header(path: Path, name: str, stream: Any) -> Member:
+def _header(stream: Any) -> Array:
     """Read the header of .npy."""
-    version = np.lib.format.read_magic(stream)
+    is_first = np.lib.format.read_magic(stream) == (1, 0)
     # Versions 2 and 3 differ in the encoding of field names, which a layer norm has none of.
-    read: Any = np.lib.format.read_array_header_2_0
-    if version == (1, 0):
-        read = np.lib.format.read_array_header_1_0
+    form: Any = np.lib.format
+    read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
     shape, _, dtype = read(stream)
     dtype = bfloat16 if dtype == np.dtype("V2") else dtype
-    return Member(path, name, shape, dtype, lambda: np.load(path)[name or ...])
+    return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _tensors(path: Path, file: Any) -> Iterator[Member]:
+def _tensors(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
     """Read the header of .safetensors: its length in eight bytes, then JSON."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= path.stat().st_size - 8:
@@ -151,26 +133,13 @@ def _tensors(path: Path, file: Any) -> Iterator[Member]:
         msg = "the places of two tensors overlap"
         raise ValueError(msg)
     for name, entry in tensors.items():
-        shape = tuple(map(operator.index, entry["shape"]))
         begin, end = map(operator.index, entry["data_offsets"])
         # Others are listed, and refused if they are asked for.
-        dtype = np.dtype(_SAFETENSORS.get(entry["dtype"], "V1"))
-        read = partial(np.fromfile, path, dtype, math.prod(shape), offset=8 + length + begin)
-        member = Member(path, name, shape, dtype, read)
-        if begin < 0 or (member.nbytes != end - begin and dtype != "V1"):
+        dtype = _SAFETENSORS.get(entry["dtype"], "V1")
+        shape = tuple(map(operator.index, entry["shape"]))
+        like = np.broadcast_to(np.empty((), dtype), shape)
+        if begin < 0 or (like.nbytes != end - begin and dtype != "V1"):
             msg = f"the place of {printable(name, '')} does not fit its shape"
             raise ValueError(msg)
-        yield member
-
-
-@contextlib.contextmanager
-def _whole(label: object) -> Iterator[None]:
-    """Say in one line what reading a damaged file raises."""
-    try:
-        yield
-    except (InputError, OSError, MemoryError):
-        raise
-    # zipfile, zlib, json and NumPy have a dozen kinds of errors for what is damaged.
-    except Exception as error:
-        msg = f"{label} must be whole, got a damaged one: {str(error)[:120]}"
-        raise InputError(msg) from error
+        read = partial(np.fromfile, path, dtype, like.size, offset=8 + length + begin)
+        yield name, Member(f"{printable(name, '')} in {path}", like, read)

@@ -1,19 +1,14 @@
-"""Parts of all commands: options and their checks, files written whole, tables, lines, progress."""
+"""Parts of all commands: options and their checks, errors in a line, files, tables, progress."""
 
 import argparse
-import errno
 import importlib.util
 import io
-import math
 import os
 import platform
-import secrets
 import shutil
-import stat
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,7 @@ import stablenorm
 from stablenorm import text
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import Table, shape_text
+from stablenorm.text import Table
 from stablenorm.timing import ROUNDINGS
 from stablenorm.types import check_count, check_eps
 
@@ -38,15 +33,53 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_PIPE = 1,
 _NEEDED = {"--plot": ("matplotlib",), "--html": ("jinja2", "matplotlib")}
 # Columns of what no terminal shows: lines are left as they are.
 _UNBROKEN = 10_000
-# Seconds between two states of a progress line: more often would take its share of what is timed.
-_REDRAWN_S = 0.5
 
 
 class InputError(Exception):
-    """Input that cannot be used; the text is the one line to show."""
+    """Input that cannot be used; `prefix` and the text are the one line to show."""
+
+    prefix = ""
+
+    def line(self) -> str:
+        """Return the line."""
+        return f"{self.prefix}{self}"
 
 
-# ---- options ----
+@contextmanager
+def refusing(*kinds: type[Exception], what: str = "", named: bool = False) -> Iterator[None]:
+    """Raise errors of these kinds as bad input: `what`, their name if asked for, and their words."""
+    try:
+        yield
+    except (InputError, OSError, MemoryError):
+        raise
+    except kinds as error:
+        what += f"{type(error).__name__}: " * named
+        raise InputError(what + " ".join(str(error).split())) from error
+
+
+def check_file(path: Path, wanted: str, suffix: str = "") -> None:
+    """Refuse what is no file, or is named otherwise, and say what is there."""
+    if not path.is_file() or not path.name.lower().endswith(suffix):
+        kinds = {
+            "a directory": path.is_dir,
+            "a pipe": path.is_fifo,
+            "a file": path.is_file,
+            "a device": path.exists,
+            "a link that leads nowhere": path.is_symlink,
+        }
+        found = next((name for name, is_so in kinds.items() if is_so()), "which is not there")
+        msg = f"FILE must be {wanted}, got {path}, {found}"
+        raise InputError(msg)
+
+
+def check_memory(what: str, needed: int, cure: str = "save fewer rows") -> None:
+    """Refuse what does not fit in memory: the system would end the process, not warn."""
+    # Windows does not say how much there is.
+    with suppress(AttributeError):
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            msg = f"{what}, which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; {cure}"
+            raise InputError(msg)
 
 
 def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
@@ -64,16 +97,12 @@ def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
     return read
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    return _number(int, partial(check_count, "the number", least=least))
-
-
 def axis(text: str) -> int | None:
     """Read an axis; None is all of them."""
     return None if text == "None" else int(text)
 
 
-def _written(name: str, *suffixes: str) -> dict[str, Any]:
+def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
     """Return the row of an option that names a file to write."""
 
     def check(text: str) -> Path:
@@ -81,22 +110,22 @@ def _written(name: str, *suffixes: str) -> dict[str, Any]:
         # The user's code, if any is run, may change the directory.
         path = Path(text).absolute()
         missing = [each for each in _NEEDED.get(name, ()) if importlib.util.find_spec(each) is None]
-        msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"' * bool(
-            missing
-        )
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
         elif path.is_dir():
             msg = f"{name} must be a new name, got the directory {text}; remove it first"
         elif not os.access(path.parent, os.W_OK):
             msg = f"{name} must be a file in an existing, writable directory, got {text}"
-        if msg:
-            raise InputError(msg)
-        return path
+        elif missing:
+            msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"'
+        else:
+            return path
+        raise InputError(msg)
 
     return {"type": check, "metavar": f"FILE{suffixes[0]}"}
 
 
+_COUNT, _SIZE = (_number(int, partial(check_count, "the number", least=n)) for n in (0, 1))
 # Options by name, as argparse takes them; a command adds the help.
 TABLE: dict[str, dict[str, Any]] = {
     "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
@@ -106,67 +135,21 @@ TABLE: dict[str, dict[str, Any]] = {
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
     "--member": {"metavar": "NAME"},
     "--axis": {"nargs": "+", "type": axis, "default": [-1], "metavar": "K"},
-    "--shape": {"nargs": "+", "type": _at_least(1), "metavar": "N"},
+    "--shape": {"nargs": "+", "type": _SIZE, "metavar": "N"},
     "--dtype": {"choices": DTYPES},
     "--eps": {"type": _number(float, check_eps)},
     "--gamma-offset": {"type": float, "default": 0.0},
     "--backend": {"choices": tuple(BACKENDS)},
     "--rounding": {"choices": ROUNDINGS, "default": "fast"},
-    "--threads": {"type": _at_least(1), "metavar": "N"},
-    "--seed": {"type": _at_least(0), "default": 0},
-    "--top": {"type": _at_least(0), "default": 10, "metavar": "K"},
+    "--threads": {"type": _SIZE, "metavar": "N"},
+    "--seed": {"type": _COUNT, "default": 0},
+    "--top": {"type": _COUNT, "default": 10, "metavar": "K"},
     "--digests": {"action": "store_true"},
-    "--out": _written("--out", ".npz"),
-    "--html": _written("--html", ".html", ".htm"),
-    "--json": _written("--json", ".json"),
-    "--plot": _written("--plot", ".png", ".svg", ".pdf"),
+    "--out": _new_file("--out", ".npz"),
+    "--html": _new_file("--html", ".html", ".htm"),
+    "--json": _new_file("--json", ".json"),
+    "--plot": _new_file("--plot", ".png", ".svg", ".pdf"),
 }
-
-
-def what_is(path: Path) -> str:
-    """Say what stands in the place of a file."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        # A link to itself, a name too long, a folder that may not be read.
-        known = {errno.ENOENT: "which is not there", errno.ELOOP: "a link that leads to itself"}
-        return known.get(error.errno or 0, f"{error.strerror}".lower())
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a file")
-
-
-def check_memory(what: str, needed: int, cure: str) -> None:
-    """Refuse what does not fit in memory: the system would end the process, not warn."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        msg = f"{what}, which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; {cure}"
-        raise InputError(msg)
-
-
-def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
-    """Refuse a ``--shape`` that does not fit in memory."""
-    what = f"--shape must fit in memory, got {shape_text(shape)}"
-    check_memory(what, bytes_per_element * math.prod(shape), "take fewer rows")
-
-
-# ---- files written ----
-
-
-def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
-    """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
-    if path is None:
-        return
-    # A new name each time: what a link of this name leads to is never written.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with beside.open("xb") as file:
-        try:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
@@ -174,11 +157,7 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     versions = {"stablenorm": stablenorm.__version__, "numpy": np.__version__}
     machine = {"python": platform.python_version(), "machine": platform.machine()}
     origin = {**versions, **machine, "cpus": os.cpu_count()}
-    written = text.to_json(text.plain(origin | content)).encode()
-    write_whole(path, lambda file: file.write(written))
-
-
-# ---- what is printed ----
+    text.to_json(text.plain(origin | content), path)
 
 
 def columns() -> int:
@@ -212,35 +191,20 @@ def print_table(table: Table) -> None:
         printed.add_column(column, justify="right", overflow="fold", min_width=longest)
     printed.columns[0].justify = "left"
     for row in table.rows:
-        if row is None:
-            printed.add_section()
-        else:
-            printed.add_row(*(Text(text.printable(cell)) for cell in row))
+        printed.add_row(*(Text(text.printable(cell)) for cell in row))
     # Printed here: Rich itself ends the process with 1, a failed check's status, if a pipe is closed.
     shown = io.StringIO()
     Console(file=shown, width=columns(), force_terminal=_is_terminal(sys.stdout)).print(printed)
     print(shown.getvalue(), end="")
 
 
-# ---- progress ----
-
-
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[..., None]]:
     """Give ``progress(done, total, what)``, which a line on a terminal shows until the end."""
     # Bound to the real stream: a user's functions have theirs muted while they run.
-    stream, is_shown, due = sys.stderr, _is_terminal(sys.stderr), 0.0
-
-    def progress(done: int, total: int, what: str = what) -> None:
-        nonlocal due
-        if is_shown and time.monotonic() >= due:
-            due = time.monotonic() + _REDRAWN_S
-            stream.write(f"\r{what}: {done} of {total}\x1b[K")
-            stream.flush()
-
+    stream = sys.stderr if _is_terminal(sys.stderr) else io.StringIO()
+    show = partial(print, end="\x1b[K", file=stream, flush=True)
     try:
-        yield progress
+        yield lambda done, total, what=what: show(f"\r{what}: {done} of {total}")
     finally:
-        if due:
-            stream.write("\r\x1b[K")
-            stream.flush()
+        show("\r")

@@ -1,19 +1,11 @@
-"""`stablenorm run`: compute, and check every number."""
+"""
+Compute y, dx, dgamma and dbeta of the arrays in a file, and check them.
 
-import argparse
-import itertools
+Compute y, dx, dgamma and dbeta, and check them against the exact result,
+against finite differences and a closed form. The error of the usual two-pass
+formula on the same data is shown beside ours, what other methods would lose,
+and what the norm costs. x is normalized over its last axis.
 
-import numpy as np
-
-from stablenorm.api import FUNCTIONS
-from stablenorm.cli import parts
-from stablenorm.cli.findings import Findings, compute_problem, inspect
-from stablenorm.cli.page import make_page
-from stablenorm.cli.sections import tell, worst
-from stablenorm.testing import digest, digest_inputs, published_digests
-from stablenorm.text import number, shape_text
-
-EXAMPLES = """\
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
   stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
@@ -25,17 +17,31 @@ examples:
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
 
-exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, one line says why.
+exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used,
+one line says why.
 """
 
+import argparse
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
 
-SUMMARY = "compute y, dx, dgamma and dbeta of the arrays in a file, and check them"
-ABOUT = (
-    "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
-    "differences and a closed form. The error of the usual two-pass formula on the same "
-    "data is shown beside ours, what other methods would lose, and what the norm costs. x is "
-    "normalized over its last axis."
-)
+import numpy as np
+
+from stablenorm.api import FUNCTIONS
+from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.cli import parts
+from stablenorm.cli.files import BUNDLED, list_members, read_eps
+from stablenorm.cli.page import make_page
+from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
+from stablenorm.diagnosis import diagnose
+from stablenorm.diagnosis.results import method_rows, sentences
+from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+from stablenorm.testing import digest, digest_inputs, published_digests
+from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.text import Section, Table, number, printable, quantity, shape_text, write_whole
+from stablenorm.types import Array
+
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
     "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
@@ -49,31 +55,83 @@ OPTIONS = {
 }
 
 
+# By the kind of the norm: forward, backward, oracle, check.
+NORMS: dict[str, Any] = {
+    "layer": (*FUNCTIONS["layer"], exact_layer_norm, check_layer_norm),
+    "rms": (*FUNCTIONS["rms"], exact_rms_norm, check_rms_norm),
+}
+# The promises of each rounding.
+_CONTRACTS = {
+    "fast": "0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta), but for an element that "
+    "cancels almost completely",
+    "nearest": "none is misrounded",
+}
+# About a second for the oracle, at 5 to 15 us an element and output.
+_ORACLE_ELEMENTS = 50_000
+# The gradient check calls the forward 500 times, at 0.15 us an element.
+_CHECK_ELEMENTS = 4_096
+# y, dx and, where there are parameters, dgamma and dbeta.
+_Results = dict[str, Array]
+
+
+class Problem(NamedTuple):
+    """One norm to compute."""
+
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+    dy: Array
+    eps: float
+    rounding: str
+    kind: str
+
+    def compute(self) -> _Results:
+        """Return all results that there are."""
+        forward, backward, *_ = NORMS[self.kind]
+        y, cache = forward(*self[:3], self.eps, rounding=self.rounding)
+        return _named(y, *backward(self.dy, cache))
+
+    def sample(self, elements: int) -> tuple["Problem", Array]:
+        """Return so many elements, as rows, and which: evenly spaced, the first and the last among them."""
+        x, dy = (each.reshape(-1, self.x.shape[-1]) for each in (self.x, self.dy))
+        count = min(len(x), max(1, elements // x.shape[1]))
+        rows = np.unique(np.linspace(0, len(x) - 1, count).astype(np.intp))
+        return self._replace(x=x[rows], dy=dy[rows]), rows
+
+
+def _named(*results: Array | None) -> _Results:
+    names = zip(("y", "dx", "dgamma", "dbeta"), results, strict=True)
+    return {name: array for name, array in names if array is not None}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm run` is asked."""
     if arguments.digests:
         return _compare_digests()
-    source, out, page = arguments.file, arguments.out, arguments.html
-    for option, path in (("--out", out), ("--html", page)):
-        if source and path and source.exists() and path.exists() and path.samefile(source):
-            msg = f"{option} must not be the file that is read, got {source}"
+    path, out, page = arguments.file, arguments.out, arguments.html
+    for option, written in (("--out", out), ("--html", page)):
+        if path and written and path.exists() and written.exists() and written.samefile(path):
+            msg = f"{option} must not be the file that is read, got {path}"
             raise parts.InputError(msg)
-    problem, results = compute_problem(arguments)
-    parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    with parts.progress_bar("") as progress:
-        findings = inspect(problem, results, progress)
-        progress(2, 3, "diagnosis")
-        sections = tell(findings)
-    judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
-    verdict = "All checks passed." if judged else "No check failed."
-    verdict = verdict if findings.passed else "A CHECK FAILED."
+    source = str(path) if path else f"bundled data ({BUNDLED.name})"
+    # The package refuses the user's input in its own words.
+    with parts.refusing(TypeError, ValueError):
+        problem, origin = _read(source, arguments)
+        results = problem.compute()
+    if msg := _objection(problem):
+        raise parts.InputError(msg)
+    write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
+    sections = [tell(problem, results) for tell in (_accuracy, _losses, _gradients, _cost)]
+    verdicts = [section.verdict for section in sections]
+    verdict = "A CHECK FAILED." if "FAIL" in verdicts else "All checks passed."
+    verdict = "No check failed." if set(verdicts) == {"PASS", "INCONCLUSIVE"} else verdict
     x, kind = problem.x, ", RMS norm" * (problem.kind == "rms")
-    about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {problem.dy_origin}"
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {origin}"
     if page:
-        title = f"{'RMS' if kind else 'Layer'} normalization of {problem.source}"
-        content = make_page(title, about, f"{_abstract(findings)} {verdict}", sections)
-        parts.write_whole(page, lambda file: file.write(content))
-    parts.print_lines(f": {about}", bold=problem.source)
+        title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
+        content = make_page(title, about, verdict, sections)
+        write_whole(page, lambda file: file.write(content))
+    parts.print_lines(f": {about}", bold=source)
     for table in itertools.chain.from_iterable(section.tables for section in sections):
         parts.print_table(table)
     # How the numbers were obtained is below all of them.
@@ -83,18 +141,174 @@ def run(arguments: argparse.Namespace) -> int:
     parts.print_lines(verdict)
     if page:
         parts.print_lines(f"The page: {page.as_uri()}")
-    return 0 if findings.passed else parts.EXIT_FAILED
+    return parts.EXIT_FAILED if "FAIL" in verdicts else 0
 
 
-def _abstract(findings: Findings) -> str:
-    """Compare ours with the plain formula in one sentence."""
-    ours, plain = (
-        number(max(worst(getattr(output, name)) for output in findings.outputs.values()))
-        for name in ("error", "plain_error")
+def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
+    """Read a file that holds x, or is x, or a directory of .npy files; return where dy is from, too."""
+    path = arguments.file or BUNDLED
+    if path.is_dir():
+        members = {each.stem: list_members(each)["x"] for each in sorted(path.glob("*.npy"))}
+    else:
+        members = list_members(path)
+    if "x" not in members:
+        held = printable(", ".join(sorted(members)), "") or "nothing of that kind"
+        msg = f"{source} must hold an array named x, got {held}"
+        raise parts.InputError(msg)
+    # x, dy, y and dx at least.
+    what = "x must fit in memory, with y, dx and dy, to be checked"
+    parts.check_memory(what, 4 * members["x"].like.nbytes)
+    x = members["x"].load()
+    shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
+    gamma, beta, dy = (
+        members[name].load(shape) if name in members else None for name, shape in shapes.items()
     )
-    return (
-        f"On these data the formula that everybody writes is off by up to {plain} ulp, units in the "
-        f"last place; stablenorm by {ours}, a correctly rounded result by at most 0.5."
+    origin = "dy of the file"
+    if dy is None:
+        origin = f"dy not given: random N(0, 1), seed {arguments.seed}"
+        dy = np.random.default_rng(arguments.seed).standard_normal(x.shape).astype(x.dtype)
+    if unknown := sorted(members.keys() - {"x", "eps", *shapes}):
+        origin += f"; not used: {', '.join(unknown)}"
+    eps = read_eps(members, arguments.eps)
+    return Problem(x, gamma, beta, dy, eps, arguments.rounding, arguments.kind), origin
+
+
+def _objection(problem: Problem) -> str:
+    """Say why there is no exact result: NaN, infinity, no rows, 0/0; empty if there is one."""
+    x = problem.x
+    for name, array in zip(Problem._fields, problem[:4], strict=False):
+        if array is not None and not np.isfinite(array).all():
+            where = np.argwhere(~np.isfinite(array))[0]
+            value = f"{array[tuple(where)]} at {where.tolist()}"
+            end = "stablenorm diagnose names such rows"
+            return f"{name} must be finite to be checked, got {value}; {end}"
+    if x.size == 0:
+        return f"x must have at least one row, got {shape_text(x.shape)}"
+    is_layer = problem.kind == "layer"
+    undefined = np.flatnonzero((x == (x[..., :1] if is_layer else 0)).all(axis=-1))
+    if problem.eps == 0 and undefined.size:
+        what, row = "constant" if is_layer else "zero", undefined[0]
+        return f"eps must be > 0 where a row of x is {what}, got 0 and row {row}; pass --eps"
+    return ""
+
+
+def _accuracy(problem: Problem, results: _Results) -> Section:
+    """Tell how far the outputs, and those of the plain formula, are from the exact result."""
+    part, sample = problem.sample(_ORACLE_ELEMENTS)
+    x, gamma, beta, dy, eps, rounding, kind = part
+    rows = problem.x.size // x.shape[1]
+    # dgamma and dbeta are sums over all rows, so a sample of rows has sums of its own.
+    judged = results if len(sample) == rows else part.compute()
+    judged = judged | {name: results[name].reshape(rows, -1)[sample] for name in ("y", "dx")}
+    exact = NORMS[kind][2](x, gamma, beta, eps, dy)
+    contract, ours = exact.check_contract(**judged), exact.ulp_errors(**judged)
+    y, cache = plain_forward(x, gamma, beta, eps, kind)
+    plain = _named(y, *plain_backward(dy, cache, kind))
+    plain = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
+    cells, misrounded, verdicts = [], [], []
+    for name, array in results.items():
+        wrong, total = round(contract[name].misrounded * ours[name].size), ours[name].size
+        passed = contract[name].passed and (rounding == "fast" or not wrong)
+        verdicts.append("PASS" if passed else "FAIL")
+        worst, worst_plain = (errors[name].max(initial=0.0) for errors in (ours, plain))
+        errors = f"{worst:.3f}", number(worst_plain)
+        cells.append((name, shape_text(array.shape), str(array.dtype), *errors, verdicts[-1]))
+        elements = "elements " * (name == "y")
+        misrounded.append(f"{wrong:,} of {total:,} {elements}of {name}".replace(",", " "))
+    columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
+    which = "all" if len(sample) == rows else f"{len(sample)} of"
+    return Section(
+        "Accuracy",
+        f'Rounding "{rounding}". Misrounded: {", ".join(misrounded)}.',
+        (Table("Against the exact result", columns, cells),),
+        f"Exact results for {which} {rows} rows, in integers; dgamma and dbeta are judged as "
+        "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
+        "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
+        f"0.5. Plain formula: the worst ulp of {'two passes' if kind == 'layer' else 'one pass'} in "
+        f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}.",
+        "FAIL" if "FAIL" in verdicts else "PASS",
+        "On these data the formula that everybody writes is off by up to "
+        f"{number(max(e.max(initial=0.0) for e in plain.values()))} ulp, units in the last place; "
+        f"stablenorm by {number(max(e.max(initial=0.0) for e in ours.values()))}, a correctly rounded "
+        "result by at most 0.5.",
+        {name: (ours[name], plain[name]) for name in results},
+    )
+
+
+def _losses(problem: Problem, _: _Results) -> Section:
+    """Tell how many bits common methods lose, and on which rows."""
+    found = diagnose(problem.x, problem.eps, kind=problem.kind)
+    columns = ("method", "median row", "worst row", "rows losing 4 or more")
+    hardest = [(one.advice,) for one in found.worst[:6]]
+    return Section(
+        "Where others would lose digits",
+        " ".join(f"{said[0].upper()}{said[1:]}." for said in sentences(found)),
+        (
+            Table(f"Bits of y lost, of {found.bits}", columns, method_rows(found)),
+            Table("The rows that are hardest", ("the hardest first",), hardest),
+        ),
+        f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
+        "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
+        f"gamma and beta. The condition number of y{', rms(x) / std,' * (found.kind == 'layer')} is how "
+        "many times larger a relative error of x is in y.",
+    )
+
+
+def _gradients(problem: Problem, results: _Results) -> Section:
+    """Tell what finite differences, the closed form and identities say."""
+    heading = "Gradient check"
+    if not all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
+        text = "Not checked: an output overflows, and nothing can be compared."
+        return Section(heading, text, verdict="INCONCLUSIVE")
+    forward, backward, _, check = NORMS[problem.kind]
+    forward = partial(forward, rounding=problem.rounding)
+    # In float64, where finite differences see most.
+    few = problem.sample(_CHECK_ELEMENTS)[0][:3]
+    arrays = (None if each is None else each.astype(np.float64) for each in few)
+    report = check(forward, backward, *arrays, problem.eps, rng=0)
+    rows = []
+    for one in report.arguments:
+        if one.judged:
+            bound = one.bound_numeric + one.bound_actual
+            sizes = map(number, (abs(one.actual - one.numeric), bound, one.resolution))
+            rows.append((f"d{one.name}", f"{one.checked} of {one.total}", *sizes, one.verdict))
+    columns = ("gradient", "compared", "worst error", "its own bound", "would have seen", "")
+    held = (one for one in report.findings if one.layer == "identities")
+    identities = [(one.name, one.message, one.verdict) for one in held]
+    return Section(
+        heading,
+        f"Finite differences, the closed form and identities: {report.verdict}.",
+        (
+            Table("Against finite differences", columns, rows),
+            Table("Identities of the rows", ("identity", "worst row", ""), identities),
+        ),
+        f"check_{problem.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
+        "bound is the estimated error of the difference plus the rounding of the backward. Would have "
+        "seen: the smallest relative error that no compared element could have hidden.",
+        report.verdict,
+    )
+
+
+def _cost(problem: Problem, _: _Results) -> Section:
+    """Tell flops and bytes of three programs, and the bytes between forward and backward."""
+    n, dtype, kind = problem.x.shape[-1], str(problem.x.dtype), problem.kind
+    rows = problem.x.size // n
+    counted = []
+    for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
+        cost = count_cost(program, direction, (rows, n), dtype, kind)
+        per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
+        counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
+    kept = [(k, quantity(size, "B")) for k, size in count_kept((rows, n), dtype, kind).items()]
+    columns = ("program", "flops per element", "bytes moved per element", "held")
+    return Section(
+        "Cost",
+        "Flops and bytes of three programs that do the same algebra, by formulas.",
+        (
+            Table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted),
+            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept),
+        ),
+        "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
+        "arrays are beyond the caches. Held: new bytes at the worst moment, results included.",
     )
 
 

@@ -1,41 +1,153 @@
-"""Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``."""
+"""A user's file: run once, apart from the terminal; the norm in it, functions or a class, in the usual form."""
 
 import contextlib
 import functools
+import inspect
+import io
+import os
+import runpy
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.check import roles
-from stablenorm.check.operation import copies
 from stablenorm.check.roles import NAMES, PARAMETERS, gradient_role, key_of, role_of
-from stablenorm.cli.user_file import UserError, UserFile, line_of
+from stablenorm.cli.parts import InputError, check_file
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-_Gradients = tuple[Any, Any, Any]
+# Characters of a message of the user's code: enough to recognize it, with its place, in two lines.
+_LONGEST = 120
+# The methods of a class that is a layer.
+_METHODS = {way: (way, f"{way}_pass") for way in ("forward", "backward")}
+# The name that the file runs under: not "__main__", and nobody's module.
+_MODULE = "_checked_by_stablenorm"
+_STREAMS = "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"
+
+
+class UserError(InputError):
+    """Something is wrong with the user's code; an error that it raised gives its name to the type."""
+
+
+class _Nothing(io.TextIOWrapper):
+    """A stream without input and output."""
+
+    def close(self) -> None:
+        """Stay open: code of the file may print after it has closed its streams."""
+
+
+@contextlib.contextmanager
+def running(path: Path) -> Iterator["UserFile"]:
+    """
+    Run a file, and give its names.
+
+    Meanwhile its code has no input and no output. What it closes or sets for the process is restored.
+    """
+    check_file(path, "a Python file, named *.py", ".py")
+    print(f"stablenorm: running the code of {path}", file=sys.stderr)
+    kept = {name: getattr(sys, name) for name in _STREAMS}
+    with np.errstate(), warnings.catch_warnings(), Path(os.devnull).open("r+b") as file:
+        try:
+            # input() would wait for somebody who does not know that he is asked.
+            for name in _STREAMS:
+                setattr(sys, name, _Nothing(file, encoding="utf-8"))
+            yield UserFile(path)
+        finally:
+            for name, stream in kept.items():
+                setattr(sys, name, stream)
+
+
+class UserFile:
+    """A file that has been run: its functions and its classes."""
+
+    def __init__(self, path: Path):
+        self._path, self._name = path.resolve(), path.name
+        # The folder stays on the path: functions may import when they are called.
+        sys.path.insert(0, str(self._path.parent))
+        # A module would write __pycache__ beside the user's file.
+        self._names = self.told()(runpy.run_path)(str(self._path), run_name=_MODULE)
+        # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
+        np.seterr(all="ignore")
+        warnings.simplefilter("ignore")
+        self._layers = {
+            name: value
+            for name, value in self._names.items()
+            if inspect.isclass(value)
+            and all(any(hasattr(value, n) for n in names) for names in _METHODS.values())
+        }
+        self.classes = [n for n, v in self._layers.items() if v.__module__ == _MODULE]
+
+    def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
+        """Return the function of the name given, or the forward or backward of a usual name."""
+        public = {n: v for n, v in self._names.items() if n[0] != "_" and callable(v)}
+        functions = [name for name, value in public.items() if not inspect.isclass(value)]
+        spelled = {key_of(name): name for name in functions}
+        usual = (spelled[key] for key in roles.usual_names(way, kind) if key in spelled)
+        name = given or next(usual, "")
+        if callable(self._names.get(name)):
+            return name, self._names[name]
+        held = ", ".join(functions) or "no functions"
+        if self.classes:
+            held += f", and the classes {', '.join(self.classes)}: choose one with --class"
+        wanted = given or f"{kind or 'layer'}_norm_{way}"
+        msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {held}"
+        raise InputError(msg)
+
+    def find_class(self, name: str) -> type:
+        """Return the class of that name."""
+        if name in self._layers:
+            return self._layers[name]
+        held = ", ".join(self.classes) or "none"
+        msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
+        raise InputError(msg)
+
+    def method(self, instance: Any, way: str) -> Any:
+        """Return the forward or backward of an instance; some must be told that they are in training."""
+        method = next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n))
+        flags = [n for n, needed in roles.parameters(method).items() if needed and "train" in n]
+        return self.told()(partial(method, **dict.fromkeys(flags, True)))
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Raise what the code raises as an error of the same name that says where; a decorator, too."""
+        try:
+            yield
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        # SystemExit too: exit() in a function ends the function, not the check.
+        except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
+            place, text = self._name, " ".join(str(error).split())[:_LONGEST]
+            if isinstance(error, SyntaxError):
+                place, text = f"{Path(error.filename or place).name}:{error.lineno}", error.msg
+            # The innermost line of the file itself: what it calls is seldom to blame.
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename == str(self._path):
+                    place = f"{self._name}:{frame.lineno}"
+            if isinstance(error, SystemExit):
+                place += "; put what is not to be run under if __name__ == '__main__':"
+            kind = type(error).__name__
+            named: type[UserError] = type(kind, (UserError,), {"prefix": f"{kind}: "})
+            raise named(f"{text} at {place}".strip()) from None
 
 
 class Norm(NamedTuple):
     """Two functions in the form that the check takes."""
 
     forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[[Array, Any], _Gradients]
+    backward: Callable[[Array, Any], tuple[Any, ...]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
     # How both are called, for the reader.
     signature: str
-    kind: str
-
-
-def _kind_of(name: str) -> str:
-    """Return the kind that a function or class is called by."""
-    return "rms" if "rms" in key_of(name) else "layer"
-
-
-# ---- functions ----
+    # The name that tells the kind of the norm.
+    name: str
 
 
 def adapt_functions(
@@ -47,7 +159,8 @@ def adapt_functions(
 
     @functools.wraps(forward)
     def call(*args: Any, **options: Any) -> Any:
-        result = forward(*args, **options)
+        with file.told():
+            result = forward(*args, **options)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
@@ -55,17 +168,18 @@ def adapt_functions(
 
     @functools.wraps(backward)
     def pull(*args: Any, **options: Any) -> Any:
-        returned = backward(*args, **options)
+        with file.told():
+            returned = backward(*args, **options)
         return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
     usual_forward, usual_backward, takes = roles.adapt(call, pull)
-    signature = ", ".join(map(roles.spelled, (forward, backward)))
-    return Norm(usual_forward, usual_backward, takes, signature, kind or _kind_of(name))
+    signature = ", ".join(map(roles.spelled, (call, pull)))
+    return Norm(usual_forward, usual_backward, takes, signature, name)
 
 
 def _complete(
     found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str]
-) -> _Gradients:
+) -> tuple[Any, ...]:
     """Return dx, dgamma and dbeta, or UserError if a required one is missing."""
     if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
         what = type(returned).__name__
@@ -81,19 +195,7 @@ def _complete(
     return found["x"], found.get("gamma"), found.get("beta")
 
 
-# ---- a class ----
-
-
-class _Member(NamedTuple):
-    """Something that an instance holds, under a name; `put` puts another one there."""
-
-    name: str
-    value: Any
-    put: Callable[[Any], object]
-    gradient: Any = None
-
-
-def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
+def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
     class_ = file.find_class(name)
     made = _make(file, class_, n)
@@ -104,9 +206,10 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 file.method(made, "forward")(np.ones(shape))
     takes = tuple(role for role in PARAMETERS if _places(made, role))
 
-    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Callable[..., Any]]:
+    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
+        """Return y, and the backward that goes with it."""
         instance = _make(file, class_, x.shape[-1])
-        forward, backward = (file.method(instance, way) for way in ("forward", "backward"))
+        forward, backward = (file.method(instance, way) for way in _METHODS)
         if not all(_places(instance, role) for role in takes):
             forward(np.array(x))
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
@@ -117,42 +220,28 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 for place in places:
                     place.put(given)
         y, *cache = result if isinstance(result := forward(x), tuple) else (result,)
-        return y, instance, _of_dy(backward, x, *cache)
+
+        def pull(dy: Array) -> tuple[Any, ...]:
+            returned = _of_dy(backward, x, cache)(dy)
+            slots = _slots(instance, takes)
+            found = {gradient_role(s.name): s.value for s in slots if s.value is not None}
+            # A single array, or a list of one, is dx, and the others are stored.
+            is_one = isinstance(returned, list) and len(returned) == 1
+            is_one |= isinstance(returned, np.ndarray)
+            found |= roles.gradients_by_role(returned, () if is_one else takes)
+            for role in found.keys() & set(takes):
+                # The shape that the class itself gave the parameter is as it should be.
+                if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
+                    found[role] = np.reshape(found[role], -1)
+            return _complete(found, takes, returned, ["x"])
+
+        return y, pull
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
-    def forward(*given: Any) -> tuple[Any, Any]:
-        return run(*given)[0], (*copies(given[:3]), given[3])
-
-    def backward(dy: Array, cache: Any) -> _Gradients:
-        _, instance, pull = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
-        returned = pull(dy)
-        found = _stored_gradients(instance, takes)
-        # A single array, or a list of one, is dx, and the others are stored.
-        is_one = isinstance(returned, np.ndarray) or (type(returned) is list and len(returned) == 1)
-        found |= roles.gradients_by_role(returned, () if is_one else takes)
-        for role in found.keys() & set(takes):
-            # The shape that the class itself gave the parameter is as it should be.
-            if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
-                found[role] = np.reshape(found[role], -1)
-        return _complete(found, takes, returned, ["x"])
-
-    signature = f"{name}({n}).forward(x), .backward(dy)"
-    return Norm(forward, backward, takes, signature, kind or _kind_of(name))
-
-
-def _of_dy(backward: Callable[..., Any], x: Array, *cache: Any) -> Callable[[Array], Any]:
-    """Return a backward of dy alone: some take x, or a cache, or, of a layer that learns there, a rate."""
-    names = [name for name, needed in roles.parameters(backward).items() if needed]
-    if len(names) < 2:
-        return backward
-    others = [name for name in names if role_of(name) != "x"] or names
-    if key_of(others[0]) in NAMES["cache"]:
-        others[:2] = others[1::-1]
-    order = zip(others, ("dy", "cache", *names), strict=False)
-    pull = roles.by_role(backward, dict.fromkeys(names, "x") | dict(order))
-    given = {"x": x, "cache": cache[0] if len(cache) == 1 else cache or 0.0}
-    return lambda dy: pull(**dict.fromkeys(names, 0.0) | given | {"dy": dy})
+    forward = lambda *given: (run(*given)[0], deepcopy(given))
+    backward = lambda dy, cache: run(*deepcopy(cache))[1](dy)
+    return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
 
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
@@ -167,66 +256,81 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     said = []
     for arguments in ((n,), ((n,),), ()):
         try:
-            instance = file.guard(class_)(*arguments, **options)
+            instance = file.told()(class_)(*arguments, **options)
             places = _places(instance, "gamma")
             if not places or places[0].value.size == n:
                 return instance
             why = f"{places[0].name} does not have {n} elements"
         except UserError as error:
-            why = line_of(error)
+            why = error.line()
         said.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
     msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(said)}"
     raise UserError(msg)
 
 
-def _attributes(instance: Any) -> dict[str, Any]:
-    # A slot may be empty yet.
+def _of_dy(backward: Callable[..., Any], x: Array, cache: Sequence[Any]) -> Callable[[Array], Any]:
+    """Return a backward of dy alone: some take x, or a cache, or, of a layer that learns there, a rate."""
+    names = [name for name, needed in roles.parameters(backward).items() if needed]
+    if len(names) < 2:
+        return backward
+    others = [name for name in names if role_of(name) != "x"] or names
+    if key_of(others[0]) in NAMES["cache"]:
+        others[:2] = others[1::-1]
+    given: dict[str, Any] = dict.fromkeys(names, x) | dict.fromkeys(others, 0.0)
+    if cache and len(others) > 1:
+        given[others[1]] = cache[0] if len(cache) == 1 else cache
+    return lambda dy: backward(**given | {others[0]: dy})
+
+
+class _Slot(NamedTuple):
+    """A value that an instance holds, under a name; `put` puts another one there."""
+
+    name: str
+    value: Any
+    put: Callable[[Any], object]
+
+
+def _slots(instance: Any, takes: Sequence[str] = PARAMETERS) -> list[_Slot]:
+    """Return what is in `grads`, in attributes and in `params`; of two gradients of one, the last counts."""
+    # A slot of the class may be empty yet.
     held = ((name, getattr(instance, name, None)) for name in dir(instance) if name[:2] != "__")
-    return {name: value for name, value in held if not callable(value)}
-
-
-def _held(name: str, value: Any, put: Callable[[Any], object]) -> _Member:
+    attributes = {name: value for name, value in held if not callable(value)}
+    members = [*_members(attributes, "parameters", PARAMETERS)]
+    order = [role_of(slot.name) for slot in members]
+    listed = _members(attributes, "gradients", order if set(order) == set(takes) else takes)
+    named = [_Slot(n, v, partial(setattr, instance, n)) for n, v in attributes.items()] + members
     # Some put a parameter and its gradient into an object: its data and grad.
-    if isinstance(getattr(value, "data", None), np.ndarray) and hasattr(value, "grad"):
-        return _Member(name, value.data, partial(setattr, value, "data"), value.grad)
-    return _Member(name, value, put)
+    objects = [s for s in named if isinstance(getattr(s.value, "data", 0), np.ndarray)]
+    objects = [s for s in objects if hasattr(s.value, "grad")]
+    return [
+        *(s if gradient_role(s.name) else s._replace(name=f"d{s.name}") for s in listed),
+        *(_Slot(f"d{name}", value.grad, put) for name, value, put in objects),
+        *named,
+        *(_Slot(name, value.data, partial(setattr, value, "data")) for name, value, _ in objects),
+    ]
 
 
-def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
-    """Yield the attributes or, by `what` they are called, what a dict or an ordered list holds."""
-    attributes = _attributes(instance)
-    if not what:
-        yield from (_held(n, v, partial(setattr, instance, n)) for n, v in attributes.items())
-        return
+def _members(attributes: dict[str, Any], what: str, order: Sequence[str]) -> Iterator[_Slot]:
+    """Yield what the dicts and lists hold that are called so; a list is in this order."""
     for kept in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
         if isinstance(kept, dict):
-            yield from (_held(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
+            yield from (_Slot(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
         elif isinstance(kept, (list, tuple)):
             for i, (role, value) in enumerate(zip(order, kept, strict=False)):
+                # A gradient may come in a pair, after its parameter.
+                is_pair = isinstance(value, tuple) and len(value) == 2
+                owner, held = value if is_pair else (value, value)
                 # A parameter that is an attribute as well is called like that.
-                same = (n for n, other in attributes.items() if other is value and role_of(n))
-                put: Any = partial(np.copyto, value)
+                same = (n for n, other in attributes.items() if other is owner and role_of(n))
+                put: Any = partial(np.copyto, held)
                 if isinstance(kept, list):
                     put = partial(kept.__setitem__, i)
-                yield _held(next(same, role), value, put)
+                yield _Slot(next(same, role), held, put)
 
 
-def _places(instance: Any, role: str) -> list[_Member]:
-    """Return where gamma, beta or eps is, in an attribute or a member of `params`; empty if nowhere."""
+def _places(instance: Any, role: str) -> list[_Slot]:
+    """Return where gamma, beta or eps is; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
-    known = {key: i for i, key in enumerate(NAMES[role])}
-    held = [*_members(instance), *_members(instance, "parameters", PARAMETERS)]
-    found = [each for each in held if key_of(each.name) in known and isinstance(each.value, kind)]
-    found.sort(key=lambda each: known[key_of(each.name)])
-    return [each for each in found if each.value is found[0].value]
-
-
-def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
-    """Return by role the gradients in attributes and in lists and dicts of them."""
-    held = [*_members(instance, "parameters", PARAMETERS)]
-    order = [role_of(each.name) for each in held]
-    listed = _members(instance, "gradients", order if set(order) == set(takes) else list(takes))
-    found = {gradient_role(each.name) or role_of(each.name): each.value for each in listed}
-    held += _members(instance)
-    found |= {role_of(each.name): each.gradient for each in held if each.gradient is not None}
-    return found | {gradient_role(each.name): each.value for each in held if each.value is not None}
+    found = [s for s in _slots(instance) if role_of(s.name) == role and isinstance(s.value, kind)]
+    found.sort(key=lambda slot: NAMES[role].index(key_of(slot.name)))
+    return [slot for slot in found if slot.value is found[0].value]
