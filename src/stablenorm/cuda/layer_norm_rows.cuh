@@ -9,9 +9,6 @@ struct Row {
     int exponent, rstd_exponent; // 0 without LN_PAIRS
 };
 
-// dgamma is summed in a scale of its own: a sum of subnormals has low words too.
-constexpr int DGAMMA_SCALE = LN_PAIRS ? 128 : 0;
-
 INLINE double raised(const Row& row, double v) { return LN_PAIRS ? v * power_of_two(-row.exponent) : v; }
 INLINE double lowered(const Row& row, double v) { return LN_PAIRS ? v * power_of_two(row.exponent) : v; }
 INLINE Number centered(const Row& row, double v) { return difference(raised(row, v), row.mean) - row.rest; }

@@ -1,5 +1,8 @@
 // Sums over rows of layer_norm.cu: from the chunks to dgamma and dbeta, and how blocks meet for it.
 
+// dgamma is summed in a scale of its own: a sum of subnormals has low words too.
+constexpr int DGAMMA_SCALE = LN_PAIRS ? 128 : 0;
+
 // Past the first-level cache, which is not kept coherent between multiprocessors.
 INLINE double load_shared(const double* p) { return __ldcg(p); }
 INLINE Wide load_shared(const Wide* p) { return {__ldcg(&p->high), __ldcg(&p->low)}; }

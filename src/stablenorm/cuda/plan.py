@@ -6,7 +6,6 @@ of alignment or of what else runs. The grid, the rows on their way, and who adds
 depend on the device and change no bit.
 """
 
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,6 +183,8 @@ def _lanes(threads: int) -> int:
 
 def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
     """Return the number of chunks, runs of neighboring rows whose sums one block forms; and the rows of each."""
+    if kernel.forward:
+        return -(-rows // kernel.slots), kernel.slots
     most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * kernel.slots * (kernel.n > 0))
     number = _CHUNKS * kernel.least_blocks
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
@@ -193,14 +194,12 @@ def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
 
 
 # struct Parameters of layer_norm.cu, field by field.
-PARAMETERS = {
-    **dict.fromkeys(("x", "dy", "gamma", "beta", "out", "dgamma", "dbeta"), "Q"),
-    **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
-    **dict.fromkeys(("partials", "counter"), "Q"),
-    **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride"), "q"),
-    **dict.fromkeys(("chunk_rows", "chunks"), "q"),
-} | {"eps": "d", "barrier": "q"}
-FORMAT = "<" + "".join(PARAMETERS.values())
-
-# Returns the bytes of the one argument of a kernel, given its fields in the order of `PARAMETERS`.
-pack_parameters = struct.Struct(FORMAT).pack
+_POINTERS = """
+    x dy gamma beta out dgamma dbeta mean mean_lo rstd rstd_lo mean_tail exponent partials counter
+"""
+_INTEGERS = "rows n x_stride dy_stride out_stride chunk_rows chunks"
+PARAMETERS = np.dtype(
+    [(name, np.uint64) for name in _POINTERS.split()]
+    + [(name, np.int64) for name in _INTEGERS.split()]
+    + [("eps", np.float64), ("barrier", np.int64)]
+)
