@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The compiler may change no operation. These are its defaults but for the contraction to fma; and for
-# functions without an annotation, lambdas among them, which NVRTC 13.0 takes for the host's.
+# The compiler may change no operation. These are its defaults but for the contraction to fma; for functions
+# without an annotation, lambdas among them, which NVRTC 13.0 takes for the host's; and for the warning that a
+# configuration needs not every constant.
 OPTIONS = (
     "--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
-    "--device-as-default-execution-space",
+    "--device-as-default-execution-space", "--diag-suppress=177",
 )  # fmt: skip
 
 _FOLDER = Path(__file__).parent

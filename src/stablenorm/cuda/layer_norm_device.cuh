@@ -35,7 +35,7 @@ INLINE void barrier_arrive(Barrier* b) {
 
 #if __CUDA_ARCH__ >= 900
 #define LN_WAIT "try_wait"
-inline constexpr bool HAS_BULK = true;
+constexpr bool HAS_BULK = true;
 
 // Arrive, and add `bytes` of copies to what the phase waits for.
 INLINE void barrier_expect(Barrier* b, int bytes) {
@@ -51,7 +51,7 @@ INLINE void copy_bulk(void* to, const void* from, int bytes, Barrier* b) {
 INLINE void show_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 #define LN_WAIT "test_wait"
-inline constexpr bool HAS_BULK = false;
+constexpr bool HAS_BULK = false;
 INLINE void barrier_expect(Barrier*, int) {}
 INLINE void copy_bulk(void*, const void*, int, Barrier*) {}
 INLINE void show_barriers() {}

@@ -88,7 +88,7 @@ struct ShortRows {
     }
 };
 
-INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
+INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     double* tables = reinterpret_cast<double*>(shared);
     const ShortRows rows = {p, {tables}, {tables + Table::SIZE},
                             reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x};

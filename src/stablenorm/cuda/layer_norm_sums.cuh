@@ -34,10 +34,11 @@ INLINE bool blocks_met(const Parameters& p) {
     return __syncthreads_or(met);
 }
 
-// Add up the chunks as block `block` of `blocks`: they share the columns. Eight warps share 32 columns, and
-// each of them every eighth chunk; so what is added to what depends on the chunks alone. `sums` is
-// (warps of the block, 32) in shared memory.
-INLINE void finish(const Parameters& p, unsigned block, unsigned blocks, Wide* sums) {
+// Add up the chunks: the blocks that do share the columns. Eight warps share 32 columns, and each of them every
+// eighth chunk; so what is added to what depends on the chunks alone. `sums` is (warps of the block, 32) in shared
+// memory.
+INLINE void finish(const Parameters& p, Wide* sums) {
+    const unsigned block = p.barrier ? blockIdx.x : 0, blocks = p.barrier ? gridDim.x : 1;
     constexpr int SHARES = 8, SETS = LN_THREADS / WARP / SHARES;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int share = warp % SHARES, set = warp / SHARES;
