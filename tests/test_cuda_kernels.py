@@ -162,7 +162,7 @@ OWNERS = 'static_assert(STAGES % ROW_SUM_WARPS == 0 && STAGES % ASKING_WARPS == 
 FAULTS = {
     "a stage of a forward read before its turn": (129, [("wait_copies<STAGES - 1>();\n        double held", "double held")]),
     "a stage of a backward read before its turn": (129, [("wait_copies<STAGES - 2>();", "")]),
-    "a full stage not awaited": (1000, [("barrier_wait(&full[s], turn / STAGES & 1);", "")]),
+    "a full stage not awaited": (1000, [("barrier_wait(&full[s], round & 1);", "")]),
     "row sums not awaited": (1000, [("barrier_wait(&ready[s], parity);", "")]),
     "an empty stage not awaited": (1000, [("if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);", "")]),
     "no multiple of the row warps": (1000, [("STAGES = LN_STAGES;", "STAGES = LN_STAGES - 1;"), (OWNERS, "")]),

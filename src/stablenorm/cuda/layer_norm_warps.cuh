@@ -22,14 +22,18 @@ struct Pipeline {
     Vector<X>* stages;    // (STAGES, 2, ROW_VECTORS): x, dy
     Record* records;      // (STAGES)
     Barrier *full, *ready, *empty;  // (STAGES) each
-    long long turns;      // rows of this block
 
     INLINE Vector<X>* stage(int s, int which) const { return stages + (s * 2 + which) * ROW_VECTORS; }
 
-    // The row of a turn: chunks of this block one after the other.
-    INLINE long long row_of(int turn) const {
-        const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
-        return (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within;
+    // Call f for every `step` turns of this block, its chunks one after the other: with the stage of a turn, how
+    // often that was used before, and the row.
+    template <class F> INLINE void for_each_turn(int first, int step, F f) const {
+        for (int turn = first;; turn += step) {
+            const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
+            const long long row = (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within;
+            if (row >= p.rows) return;
+            f(turn % STAGES, turn / STAGES, row);
+        }
     }
 
     // Call f for each vector of a row that this lane has.
@@ -39,13 +43,12 @@ struct Pipeline {
     }
 
     INLINE void ask(int warp) const {
-        for (int turn = warp; turn < turns; turn += ASKING_WARPS) {
-            const int s = turn % STAGES, round = turn / STAGES;
+        for_each_turn(warp, ASKING_WARPS, [&](int s, int round, long long row) {
             if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);
-            const X *x = p.x + row_of(turn) * p.x_stride, *dy = p.dy + row_of(turn) * p.dy_stride;
+            const X *x = p.x + row * p.x_stride, *dy = p.dy + row * p.dy_stride;
             if constexpr (BULK) {
                 constexpr int BYTES = N * (int)sizeof(X);
-                if (threadIdx.x % WARP != 0) continue;
+                if (threadIdx.x % WARP != 0) return;
                 barrier_expect(&full[s], 2 * BYTES);
                 copy_bulk(stage(s, 0), x, BYTES, &full[s]);
                 copy_bulk(stage(s, 1), dy, BYTES, &full[s]);
@@ -59,7 +62,7 @@ struct Pipeline {
                 wait_copies<0>();
                 barrier_arrive(&full[s]);
             }
-        }
+        });
     }
 
     // A guess of the mean of g: any number near it will do. A float32 sum, or one of float64 where that might be
@@ -72,23 +75,22 @@ struct Pipeline {
                 sums[i % 4] = __fmaf_rn(small(d.e[i]), small_gamma[q * VECTOR + i], sums[i % 4]);
             });
         });
-        double sum = over_lanes(sum_of(sums), 0.0).a;
+        double sum = over_lanes({sum_of(sums), 0.0}).a;
         if (!(magnitude(sum) > 0x1p-60 && magnitude(sum) < 0x1p100)) {
             sum = 0.0;
             for_each_vector([&](int q) {
                 const Vector<X> d = dy[q];
                 unrolled<VECTOR>([&](int i) { sum = fma(lift(d.e[i]), gamma.at(q, i), sum); });
             });
-            sum = over_lanes(sum, 0.0).a;
+            sum = over_lanes({sum, 0.0}).a;
         }
         return over(sum);
     }
 
     INLINE void sum_rows(int warp) const {
-        for (int turn = warp; turn < turns; turn += ROW_SUM_WARPS) {
-            const int s = turn % STAGES;
-            Record row = record_of(p, row_of(turn));
-            barrier_wait(&full[s], turn / STAGES & 1);
+        for_each_turn(warp, ROW_SUM_WARPS, [&](int s, int round, long long at) {
+            Record row = record_of(p, at);
+            barrier_wait(&full[s], round & 1);
             const Vector<X>*xs = stage(s, 0), *dys = stage(s, 1);
             const double k = guess(dys);
             double sums[2][4] = {};
@@ -102,14 +104,14 @@ struct Pipeline {
                     sums[1][i % 4] = fma(there ? g : 0.0, c, sums[1][i % 4]);
                 });
             });
-            const Two sum = over_lanes(sum_of(sums[0]), sum_of(sums[1]));
+            const Two sum = over_lanes({sum_of(sums[0]), sum_of(sums[1])});
             row.mean_g = k + over(sum.a), row.slope = over(sum.b) * row.rstd * row.rstd;
             // Orders the reads of this warp before its arrival.
             __syncwarp();
-            if (threadIdx.x % WARP != 0) continue;
+            if (threadIdx.x % WARP != 0) return;
             records[s] = row;
             barrier_arrive(&ready[s]);
-        }
+        });
     }
 
     INLINE void keep_columns() const {
@@ -160,10 +162,7 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);
     Record* records = reinterpret_cast<Record*>(stages + STAGES * 2 * ROW_VECTORS);
     Barrier* full = reinterpret_cast<Barrier*>(records + STAGES);
-    const long long blocks = gridDim.x, last = (p.chunks - 1) % blocks == blockIdx.x;
-    const long long turns = (p.chunks - 1 - blockIdx.x + blocks) / blocks * p.chunk_rows -
-                            (last ? p.chunks * p.chunk_rows - p.rows : 0);
-    const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES, turns};
+    const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES};
     gamma.widen(gamma_of(p));
     for (int at = threadIdx.x; at < Table::SIZE; at += LN_THREADS)
         small_gamma[at] = at >= N ? 0.0f : p.gamma ? (float)lift(p.gamma[at]) : 1.0f;
