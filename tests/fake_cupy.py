@@ -145,7 +145,7 @@ def assert_bits(actual, expected):
 
 
 def put_device(
-    monkeypatch, builds, *, cooperative=True, resident=3, run=True, seed=0, shared=227 << 10,
+    monkeypatch, builds, *, resident=3, run=True, seed=0, shared=227 << 10,
     edits=(), edited="", defines=(),
 ):  # fmt: skip
     """
@@ -183,7 +183,7 @@ def put_device(
             # Each byte of a result is stored once.
             assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
 
-    facts = driver.Facts((9, 0), 1, shared, cooperative)
+    facts = driver.Facts((9, 0), 1, shared)
     monkeypatch.setattr(driver, "read_facts", lambda _: facts)
     monkeypatch.setattr(driver, "load", load)
     monkeypatch.setattr(driver, "launch", launch)

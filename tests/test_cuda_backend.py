@@ -251,7 +251,7 @@ def compiler(monkeypatch):
     driver.load.cache_clear()
     monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
-    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10, True))
+    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10))
 
 
 @pytest.mark.usefixtures("compiler")
@@ -268,7 +268,7 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
     occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
     module.get_function.return_value, occupancy.return_value = function, 2
     # Resident are the blocks that fit all 132 multiprocessors.
-    assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132, True)
+    assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132)
     assert driver.load(0, KERNEL) is driver.load(0, KERNEL)
     module.load.assert_called_once_with((KERNEL.defines, (9, 0)))
     occupancy.assert_called_once_with(77, 256, KERNEL.shared_bytes)
@@ -280,10 +280,12 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
 
 
 @needs_shim
-def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypatch, rng):
+def test_a_grid_refused_by_the_driver_is_halved(launches, monkeypatch, rng):
     refuse = failing("CUDADriverError", "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks")
     working = driver.launch
-    monkeypatch.setattr(driver, "launch", lambda *a: (refuse if a[-1] else working)(*a))
+    monkeypatch.setattr(
+        driver, "launch", lambda *a: (refuse if a[2] > 1 and a[-1] else working)(*a)
+    )
     assert_as_on_the_host(draw(rng, (64, 129)))
     assert [launch.kernel.forward for launch in launches] == [True, False]
 

@@ -34,17 +34,12 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 @functools.lru_cache(1024)
 def find_plan(
     device: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
-) -> tuple[Kernel, Any, int, bool]:
-    """
-    Return a kernel for rows of `n`, given the dtypes of the arrays; and its loaded function.
-
-    After them come the blocks of it that the device holds at once, and whether it can promise to run all of them
-    at once.
-    """
+) -> tuple[Kernel, Any, int]:
+    """Return a kernel, given n and dtypes; its loaded function; and how many blocks of it the device holds at once."""
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
-    return kernel, function, fitting * facts.multiprocessors, facts.cooperative
+    return kernel, function, fitting * facts.multiprocessors
 
 
 def forward(call: Forward) -> Statistics:
@@ -96,25 +91,26 @@ def _launch(
     # The backward has no beta: the dtype is that of dbeta.
     typed = x, dy, gamma, beta if dy is None else outputs[2]
     dtypes = [None if each is None else each.dtype for each in typed]
-    kernel, function, resident, cooperative = find_plan(device, n, aligned, *dtypes)
+    kernel, function, resident = find_plan(device, n, aligned, *dtypes)
     chunks, chunk_rows = cut(rows, kernel)
-    room, barrier = (None, None), False
-    if outputs[1] is not None or outputs[2] is not None:
-        # Blocks wait for one another only where all are promised to run at once.
-        barrier = cooperative
+    room: tuple[Any, ...] = (None, None)
+    has_sums = outputs[1] is not None or outputs[2] is not None
+    if has_sums:
         room = driver.room(cupy, device, 2 * n * chunks * kernel.number_bytes)
     places = _places((*read, *written, *kept[:5], kept.exponent, *room))
-    values = *places, rows, n, *strides, chunk_rows, chunks, eps, barrier
+    values = *places, rows, n, *strides, chunk_rows, chunks, eps
     parameters = np.array([values], PARAMETERS)
     grid = min(chunks, resident)
-    try:
-        driver.launch(function, kernel, grid, parameters, barrier)
-    except RuntimeError as error:
-        if _TOO_MANY not in str(error):
-            raise
-        # Refused before anything ran. The last block gives the same bits and needs no company.
-        parameters["barrier"] = False
-        driver.launch(function, kernel, grid, parameters, False)
+    while True:
+        try:
+            # With sums over rows, blocks wait for one another.
+            driver.launch(function, kernel, grid, parameters, has_sums)
+            break
+        except RuntimeError as error:
+            if _TOO_MANY not in str(error) or grid == 1:
+                raise
+            # Refused before anything ran. Fewer blocks give the same bits.
+            grid //= 2
     for array, seen in zip(outputs, written, strict=True):
         arrays.put_back(cupy, array, axes, seen)
 

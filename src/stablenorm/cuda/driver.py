@@ -27,8 +27,6 @@ class Facts(NamedTuple):
     multiprocessors: int
     # Bytes that a block may have of shared memory.
     shared: int
-    # Whether all blocks of a launch can be promised to run at once.
-    cooperative: bool
 
 
 @functools.cache
@@ -70,7 +68,6 @@ def read_facts(device: int) -> Facts:
         capability,
         attributes["MultiProcessorCount"],
         attributes["MaxSharedMemoryPerBlockOptin"],
-        bool(attributes["CooperativeLaunch"]),
     )
 
 

@@ -5,7 +5,7 @@
 // float64, float64 for the others. LN_STAGES and LN_ALIGNED decide no bit.
 //
 // Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of blocks up
-// to the chunks (backward); if `barrier` is set all of them must be resident (cooperative launch).
+// to the chunks (backward); with partial sums all of them must be resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
@@ -37,7 +37,6 @@ struct Parameters {
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
     long long chunks;
     double eps;
-    long long barrier;    // 1: all blocks add up the chunks; 0: the last one does
 };
 
 #include "layer_norm_device.cuh"
@@ -67,6 +66,8 @@ extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
 layer_norm_backward(const Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     backward_chunks(p, shared);
-    if (p.partials != nullptr && blocks_met(p)) finish(p, reinterpret_cast<Wide*>(shared));
+    if (p.partials == nullptr) return;
+    meet_blocks(p);
+    finish(p, reinterpret_cast<Wide*>(shared));
 }
 #endif

@@ -116,7 +116,7 @@ struct Pipeline {
 
     INLINE void keep_columns() const {
         int s = 0, parity = 0;
-        for (int chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
+        for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
             const long long first = chunk * p.chunk_rows, rest = p.rows - first;
             double sums[2][ELEMENTS] = {};
             X* out = p.out + first * p.out_stride + column(0);
@@ -131,7 +131,7 @@ struct Pipeline {
 #pragma unroll
             for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
                 const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
-                if (col < N) p.partials[(2LL * chunk + e / ELEMENTS) * N + col] = sums[e / ELEMENTS][e % ELEMENTS];
+                if (col < N) p.partials[(2 * chunk + e / ELEMENTS) * N + col] = sums[e / ELEMENTS][e % ELEMENTS];
             }
         }
     }

@@ -102,7 +102,10 @@ def choose_kernel(
     16 bytes.
     """
     codes = [_CODES[x if each is None else each] for each in (x, dy, gamma, beta)]
-    kernel, vector = Kernel(dy is None, *codes), _VECTOR_BYTES // x.itemsize
+    kernel, vector = (
+        Kernel(dy is None, codes[0], codes[1], codes[2], codes[3]),
+        _VECTOR_BYTES // x.itemsize,
+    )
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
     if x.itemsize == 8 or not (dy is None or dy == x) or n > longest:
         return _general(kernel, n, vector)
@@ -194,5 +197,5 @@ _INTEGERS = "rows n x_stride dy_stride out_stride chunk_rows chunks"
 PARAMETERS = np.dtype(
     [(name, np.uint64) for name in _POINTERS.split()]
     + [(name, np.int64) for name in _INTEGERS.split()]
-    + [("eps", np.float64), ("barrier", np.int64)]
+    + [("eps", np.float64)]
 )
