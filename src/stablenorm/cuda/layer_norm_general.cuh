@@ -160,41 +160,41 @@ struct Projection {
 // g is centered before it meets xhat: then a large mean of g costs no digit.
 INLINE Number centered_g(double dy, double gamma, Number mean_g) { return product(dy, gamma) - mean_g; }
 
-// A row with its dy and its statistics, or nothing if it is past the end.
-struct RowInHand {
-    Columns<X> x;
-    Columns<DY> dy;
-    Columns<Gamma> gamma;
-    Row row;
-};
-
-INLINE RowInHand take(const Parameters& p, long long at, long long stop) {
-    const Index n = at < stop ? p.n : 0;
-    const Row row = at < stop ? kept(p, at) : Row{};
-    return {{p.x + at * p.x_stride, n}, {p.dy + at * p.dy_stride, n}, gamma_of(p), row};
+// Put the row sums of rows [first, stop) into `projections`.
+INLINE void project(const Parameters& p, long long first, long long stop, Reduction& reduction,
+                    Projection* projections) {
+    const Columns<Gamma> gamma = gamma_of(p);
+    // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
+    for (long long base = first; base < stop; base += SLOTS) {
+        const long long at = base + slot();
+        const Index n = at < stop ? p.n : 0;
+        const Columns<X> x = {p.x + at * p.x_stride, n};
+        const Columns<DY> dy = {p.dy + at * p.dy_stride, n};
+        const Row row = at < stop ? kept(p, at) : Row{};
+        Projection of;
+        of.mean_g = mean_of(p, reduction, n, product, dy, gamma);
+        of.slope = mean_of(p, reduction, n, [&](double x, double dy, double gamma) {
+            return centered_g(dy, gamma, of.mean_g) * xhat_of(row, x);
+        }, x, dy, gamma);
+        if (row_thread() == 0 && at < stop) projections[at - first] = of;
+    }
+    // Orders the projections before they are read.
+    __syncthreads();
 }
 
-INLINE Projection project(const Parameters& p, const RowInHand& hand, Reduction& reduction) {
-    Projection of;
-    of.mean_g = mean_of(p, reduction, hand.x.n, product, hand.dy, hand.gamma);
-    of.slope = mean_of(p, reduction, hand.x.n, [&](double x, double dy, double gamma) {
-        return centered_g(dy, gamma, of.mean_g) * xhat_of(hand.row, x);
-    }, hand.x, hand.dy, hand.gamma);
-    return of;
-}
-
-// dx of vector v of row `at`, if wanted, and what it adds to the sums over rows: dgamma, dbeta.
-INLINE void pull_back(const Parameters& p, const RowInHand& hand, const Projection& of,
-                      long long at, Index v, Number (&sums)[2][VECTOR]) {
-    const int count = count_of(v, hand.x.n);
+// Write dx of vector v of row `at`, if wanted; add what it adds to the sums over rows: dgamma, dbeta.
+INLINE void pull_back(const Parameters& p, long long at, const Projection& of, Index v, Number (&sums)[2][VECTOR]) {
+    const Row row = kept(p, at);
+    const int count = count_of(v, p.n);
     Vector<X> dx = {};
     for_each_of(count, [&](int i, double x, double dy, double gamma) {
-        const Number xhat = xhat_of(hand.row, x);
-        sums[0][i] = sums[0][i] + xhat_of(hand.row, x, DGAMMA_SCALE) * dy;
+        const Number xhat = xhat_of(row, x);
+        sums[0][i] = sums[0][i] + xhat_of(row, x, DGAMMA_SCALE) * dy;
         sums[1][i] = sums[1][i] + dy;
         const Number rest = centered_g(dy, gamma, of.mean_g) - xhat * of.slope;
-        round_scaled(dx.e[i], rest * hand.row.rstd, hand.row.rstd_exponent);
-    }, hand.x.at(v), hand.dy.at(v), hand.gamma.at(v));
+        round_scaled(dx.e[i], rest * row.rstd, row.rstd_exponent);
+    }, load(p.x + at * p.x_stride + column(v), count), load(p.dy + at * p.dy_stride + column(v), count),
+       gamma_of(p).at(v));
     if (p.out != nullptr) store(p.out + at * p.out_stride + column(v), dx, count);
 }
 
@@ -217,38 +217,25 @@ INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
     __syncthreads();
 }
 
-// The row sums of all rows of [first, stop), then column by column all rows again, because the sums of a
-// whole row would not fit registers. `projections` is (chunk_rows) in shared memory.
-INLINE void general_chunk(const Parameters& p, long long chunk, Reduction& reduction, Number* combined,
-                          Projection* projections) {
-    const long long first = chunk * p.chunk_rows, end = first + p.chunk_rows, stop = end < p.rows ? end : p.rows;
-    // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
-    for (long long base = first; base < stop && p.out != nullptr; base += SLOTS) {
-        const long long at = base + slot();
-        const Projection of = project(p, take(p, at, stop), reduction);
-        if (row_thread() == 0 && at < stop) projections[at - first] = of;
-    }
-    // Orders the projections before they are read.
-    __syncthreads();
-    for (Index v = 0; v < vectors_of(p.n); ++v) {
-        Number sums[2][VECTOR] = {};
-        for (long long at = first + slot(); at < stop; at += SLOTS) {
-            const Projection of = p.out == nullptr ? Projection{} : projections[at - first];
-            pull_back(p, take(p, at, stop), of, at, v, sums);
-        }
-        unrolled<2>([&](int which) {
-            if (p.partials != nullptr) flush(p, chunk, which, v, sums[which], combined);
-        });
-    }
-    // Orders the reads of the projections before the next chunk's are written.
-    __syncthreads();
-}
-
+// The row sums of all rows of a chunk, then column by column all rows again, because the sums of a whole row would
+// not fit registers.
 INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    // Behind the two turns of a number for each warp.
+    // Behind the two turns of a number for each warp; then (chunk_rows) projections.
     Number* combined = reduction.held + 2 * WARPS;
     Projection* projections = reinterpret_cast<Projection*>(combined + BLOCK * VECTOR);
-    for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x)
-        general_chunk(p, chunk, reduction, combined, projections);
+    for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
+        const long long first = chunk * p.chunk_rows, end = first + p.chunk_rows, stop = end < p.rows ? end : p.rows;
+        if (p.out != nullptr) project(p, first, stop, reduction, projections);
+        for (Index v = 0; v < vectors_of(p.n); ++v) {
+            Number sums[2][VECTOR] = {};
+            for (long long at = first + slot(); at < stop; at += SLOTS)
+                pull_back(p, at, p.out != nullptr ? projections[at - first] : Projection{}, v, sums);
+            unrolled<2>([&](int which) {
+                if (p.partials != nullptr) flush(p, chunk, which, v, sums[which], combined);
+            });
+        }
+        // Orders the reads of the projections before the next chunk's are written.
+        __syncthreads();
+    }
 }
