@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,10 +57,9 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: other processes may be reading, or writing the same.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder, path.name)
-            made.write_bytes(code)
-            made.replace(path)
+        made = path.with_suffix(f".{os.getpid()}")
+        made.write_bytes(code)
+        made.replace(path)
     return code
 
 

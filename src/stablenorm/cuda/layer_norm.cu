@@ -16,7 +16,7 @@
 #define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"
 
-// The fields of PARAMETERS in plan.py, in the same order. Strides are in elements.
+// plan.py reads the names, in their order. Strides are in elements.
 struct Parameters {
     const X* x;           // (rows, n), rows x_stride apart
     const DY* dy;         // (rows, n), rows dy_stride apart; backward only

@@ -6,10 +6,12 @@ of alignment or of what else runs. The grid, the rows on their way, and who adds
 depend on the device and change no bit.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.cuda.compile import source
 from stablenorm.formats import FORMATS
 
 Dtype = np.dtype[Any]
@@ -189,13 +191,15 @@ def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
     return -(-rows // size), size
 
 
-# struct Parameters of layer_norm.cu, field by field.
-_POINTERS = """
-    x dy gamma beta out dgamma dbeta mean mean_lo rstd rstd_lo mean_tail exponent partials counter
-"""
-_INTEGERS = "rows n x_stride dy_stride out_stride chunk_rows chunks"
-PARAMETERS = np.dtype(
-    [(name, np.uint64) for name in _POINTERS.split()]
-    + [(name, np.int64) for name in _INTEGERS.split()]
-    + [("eps", np.float64)]
-)
+def _parameters() -> Dtype:
+    """Return struct Parameters of layer_norm.cu as a dtype; each field has eight bytes, and so there is no padding."""
+    body = source().partition("struct Parameters {")[2].partition("};")[0]
+    found: dict[str, Any] = {}
+    for kind, names in re.findall(r"^ +(.+?) (\w+(?:, \w+)*);", body, re.MULTILINE):
+        numbers = {"long long": np.int64, "double": np.float64}
+        # Anything else is a pointer.
+        found |= dict.fromkeys(names.split(", "), numbers.get(kind, np.uint64))
+    return np.dtype(list(found.items()))
+
+
+PARAMETERS = _parameters()
