@@ -143,6 +143,14 @@ def test_same_bits(name, use):
         assert_same(expected, both(case, place))
 
 
+def test_no_thread_falls_two_turns_behind(use, monkeypatch):
+    """Lanes that wait for an empty stage but fetch nothing once did, and waited for ever."""
+    monkeypatch.setattr(plan, "_CHUNKS", 2)
+    use(resident=1, seed=2, shared=99 << 10)
+    case = ordinary(200, 1000, "float32")
+    assert_same(both(case, np.asarray), both(case))
+
+
 def test_rows_are_read_once(launches):
     case = ordinary(40, 1000, "float32")
     both(case)

@@ -43,12 +43,13 @@ struct Pipeline {
     }
 
     INLINE void ask(int warp) const {
+        // One lane asks for bulk copies. The others would wait without meeting it, and might fall two turns behind.
+        if (BULK && threadIdx.x % WARP != 0) return;
         for_each_turn(warp, ASKING_WARPS, [&](int s, int round, long long row) {
             if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);
             const X *x = p.x + row * p.x_stride, *dy = p.dy + row * p.dy_stride;
             if constexpr (BULK) {
                 constexpr int BYTES = N * (int)sizeof(X);
-                if (threadIdx.x % WARP != 0) return;
                 barrier_expect(&full[s], 2 * BYTES);
                 copy_bulk(stage(s, 0), x, BYTES, &full[s]);
                 copy_bulk(stage(s, 1), dy, BYTES, &full[s]);
