@@ -22,17 +22,16 @@ struct Pipeline {
     Vector<X>* stages;    // (STAGES, 2, ROW_VECTORS): x, dy
     Record* records;      // (STAGES)
     Barrier *full, *ready, *empty;  // (STAGES) each
+    long long turns;      // rows of this block
 
     INLINE Vector<X>* stage(int s, int which) const { return stages + (s * 2 + which) * ROW_VECTORS; }
 
     // Call f for every `step` turns of this block, its chunks one after the other: with the stage of a turn, how
     // often that was used before, and the row.
     template <class F> INLINE void for_each_turn(int first, int step, F f) const {
-        for (int turn = first;; turn += step) {
+        for (int turn = first; turn < turns; turn += step) {
             const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
-            const long long row = (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within;
-            if (row >= p.rows) return;
-            f(turn % STAGES, turn / STAGES, row);
+            f(turn % STAGES, turn / STAGES, (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within);
         }
     }
 
@@ -117,7 +116,7 @@ struct Pipeline {
 
     INLINE void keep_columns() const {
         int s = 0, parity = 0;
-        for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
+        for (int chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
             const long long first = chunk * p.chunk_rows, rest = p.rows - first;
             double sums[2][ELEMENTS] = {};
             X* out = p.out + first * p.out_stride + column(0);
@@ -132,7 +131,7 @@ struct Pipeline {
 #pragma unroll
             for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
                 const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
-                if (col < N) p.partials[(2 * chunk + e / ELEMENTS) * N + col] = sums[e / ELEMENTS][e % ELEMENTS];
+                if (col < N) p.partials[(2LL * chunk + e / ELEMENTS) * N + col] = sums[e / ELEMENTS][e % ELEMENTS];
             }
         }
     }
@@ -163,7 +162,10 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);
     Record* records = reinterpret_cast<Record*>(stages + STAGES * 2 * ROW_VECTORS);
     Barrier* full = reinterpret_cast<Barrier*>(records + STAGES);
-    const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES};
+    const long long blocks = gridDim.x, last = (p.chunks - 1) % blocks == blockIdx.x;
+    const long long turns = (p.chunks - 1 - blockIdx.x + blocks) / blocks * p.chunk_rows -
+                            (last ? p.chunks * p.chunk_rows - p.rows : 0);
+    const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES, turns};
     gamma.widen(gamma_of(p));
     for (int at = threadIdx.x; at < Table::SIZE; at += LN_THREADS)
         small_gamma[at] = at >= N ? 0.0f : p.gamma ? (float)lift(p.gamma[at]) : 1.0f;
