@@ -84,7 +84,7 @@ def _launch(
     read = [arrays.as_rows(cupy, each, axes, n, True) for each in inputs]
     written = [arrays.as_rows(cupy, each, axes, n, False) for each in outputs]
     matrices = read[0], read[1], written[0]
-    strides = [0 if each is None else each.strides[0] // each.itemsize for each in matrices]
+    strides = [0 if each is None else arrays.stride_of(each, n) for each in matrices]
     # Copies of 16 bytes need rows that begin at multiples of so many.
     begins = *_places(matrices), *(stride * x.itemsize for stride in strides)
     aligned = not any(begin % 16 for begin in begins)

@@ -17,12 +17,13 @@ def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) ->
     """
     See an array as rows of `n`, the elements along `axes`; all of it as one row if it has no other axes.
 
-    If rows have gaps, return a new array, whose elements are set if the old one is to be `read`.
+    What is contiguous, and has these axes last, is returned as it is. If rows have gaps, return a new array, whose
+    elements are set if the old one is to be `read`.
     """
     if array is None:
         return None
     if array.flags.c_contiguous and array.ndim - len(axes) in (0, axes[0]):
-        return array.reshape(-1, n)
+        return array
     moved, itemsize = _rows_last(cupy, array, axes), array.dtype.itemsize
     with contextlib.suppress(AttributeError):
         rows = moved.view()
@@ -33,6 +34,11 @@ def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) ->
             return rows
     copy = cupy.ascontiguousarray(moved) if read else cupy.empty(moved.shape, array.dtype)
     return held(cupy, copy.reshape(-1, n))
+
+
+def stride_of(rows: Any, n: int) -> int:
+    """Return how many elements apart the rows are that `as_rows` returned."""
+    return n if rows.flags.c_contiguous else rows.strides[0] // rows.itemsize
 
 
 def put_back(cupy: Any, array: Any, axes: tuple[int, ...], rows: Any) -> None:
