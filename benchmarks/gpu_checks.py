@@ -145,7 +145,7 @@ def check_bits(cupy: Any) -> Iterator[tuple[str, str]]:
     expected = bits()
     yield "50 runs", verdict(bits() for _ in range(50))
     read = driver.read_facts
-    for facts in ({"multiprocessors": 1}, {"multiprocessors": 7}, {"cooperative": False}):
+    for facts in ({"multiprocessors": 1}, {"multiprocessors": 7}):
         with patch.object(driver, "read_facts", lambda device, f=facts: read(device)._replace(**f)):
             find_plan.cache_clear()
             yield f"on a device with {facts}", verdict(bits() for _ in range(2))

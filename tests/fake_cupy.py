@@ -6,8 +6,6 @@ A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on m
 Fixtures of both are in conftest.py.
 """
 
-import functools
-import struct
 import types
 
 import host_shim
@@ -17,8 +15,7 @@ from norms import compute
 
 from stablenorm import cuda
 from stablenorm.cuda import driver
-from stablenorm.cuda.compile import sources
-from stablenorm.cuda.plan import FORMAT, PARAMETERS
+from stablenorm.cuda.compile import source
 from stablenorm.formats import FORMATS
 
 
@@ -51,8 +48,20 @@ class ndarray:  # CuPy's name
         # Attributes, as quick as CuPy's: tests take the time of calls.
         address = host.__array_interface__["data"][0] if host.size else 0
         self.data = types.SimpleNamespace(ptr=address)
-        for name in ("shape", "dtype", "ndim", "size", "nbytes", "strides", "flags"):
+        for name in ("dtype", "ndim", "size", "nbytes", "strides", "flags", "itemsize"):
             setattr(self, name, getattr(host, name))
+
+    @property
+    def shape(self):
+        return self.host.shape
+
+    @shape.setter
+    def shape(self, shape):
+        self.host.shape = shape
+        self.__init__(self.host, self.device.id)
+
+    def view(self):
+        return ndarray(self.host.view(), self.device.id)
 
     def __array__(self, *_, **__):
         msg = "Implicit conversion to a NumPy array is not allowed"
@@ -135,17 +144,8 @@ def assert_bits(actual, expected):
 # ---- a device ----
 
 
-@functools.cache
-def source():
-    """Return the text of layer_norm.cu, its own headers put in their places."""
-    (_, main), *headers = sources().items()
-    for name, text in headers:
-        main = main.replace(b'#include "%s"' % name.encode(), text)
-    return main.decode()
-
-
 def put_device(
-    monkeypatch, builds, *, cooperative=True, resident=3, run=True, seed=0, shared=227 << 10,
+    monkeypatch, builds, *, resident=3, run=True, seed=0, shared=227 << 10,
     edits=(), edited="", defines=(),
 ):  # fmt: skip
     """
@@ -170,19 +170,20 @@ def put_device(
         return host_shim.build(text, builds, kernel.entry, defined), resident
 
     def launch(function, kernel, grid, parameters, together):
-        values = dict(zip(PARAMETERS, struct.unpack(FORMAT, parameters), strict=True))
+        values = dict(zip(parameters.dtype.names, parameters[0].item(), strict=True))
         made = {"kernel": kernel, "values": values, "cooperative": together, "traffic": {}}
         launches.append(types.SimpleNamespace(**made))
         if not run:
             return
-        given = grid, kernel.threads, kernel.shared_bytes, parameters, tensors(kernel, values)
+        memory = parameters.tobytes(), tensors(kernel, values)
+        given = grid, kernel.threads, kernel.shared_bytes, *memory
         options = {"seed": seed + len(launches) - 1, "cooperative": together}
         for each in host_shim.launch(function, *given, **options):
             made["traffic"][each.tensor.name] = each
             # Each byte of a result is stored once.
             assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
 
-    facts = driver.Facts((9, 0), 1, shared, cooperative)
+    facts = driver.Facts((9, 0), 1, shared)
     monkeypatch.setattr(driver, "read_facts", lambda _: facts)
     monkeypatch.setattr(driver, "load", load)
     monkeypatch.setattr(driver, "launch", launch)

@@ -245,47 +245,41 @@ def test_without_a_device_or_a_driver_it_says_so(cupy):
 # ---- kernels: loaded, launched ----
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """A compiler whose code is what it is asked for."""
+def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch):
     driver.load.cache_clear()
     monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
+    # A compiler whose code is what it is asked for.
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
-    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10, True))
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(cupy):
-    cupy.cuda.runtime.driverGetVersion = lambda: 12080
-    with pytest.raises(RuntimeError, match=r"must support CUDA 13.*supports 12.8; update the driv"):
-        driver.load(0, KERNEL)
-
-
-@pytest.mark.usefixtures("compiler")
-def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
+    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10))
     function, cupy.cuda.Module, cupy.cuda.driver = Mock(ptr=77), Mock(), Mock()
     module = cupy.cuda.Module()
     occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
     module.get_function.return_value, occupancy.return_value = function, 2
+    # A driver older than the compiler is refused before anything is loaded.
+    cupy.cuda.runtime.driverGetVersion = lambda: 12080
+    with pytest.raises(RuntimeError, match=r"must support CUDA 13.*supports 12.8; update the driv"):
+        driver.load(0, KERNEL)
+    module.load.assert_not_called()
+    cupy.cuda.runtime.driverGetVersion = lambda: 13000
     # Resident are the blocks that fit all 132 multiprocessors.
-    assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132, True)
+    assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132)
     assert driver.load(0, KERNEL) is driver.load(0, KERNEL)
     module.load.assert_called_once_with((KERNEL.defines, (9, 0)))
     occupancy.assert_called_once_with(77, 256, KERNEL.shared_bytes)
     # The attribute is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     cupy.cuda.driver.funcSetAttribute.assert_called_once_with(77, 8, KERNEL.shared_bytes)
-    driver.launch(function, KERNEL, 3, b"abcdefgh", True)
-    (grid, block, (value,), shared), options = function.call_args
-    assert (grid, block, shared) == ((3,), (256,), KERNEL.shared_bytes)
-    assert (value.size, value.nbytes, value.tobytes()) == (1, 8, b"abcdefgh")
-    assert options == {"enable_cooperative_groups": True}
+    driver.launch(function, KERNEL, 3, "one", True)
+    sizes = (3,), (256,), ("one",), KERNEL.shared_bytes
+    function.assert_called_once_with(*sizes, enable_cooperative_groups=True)
 
 
 @needs_shim
-def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypatch, rng):
+def test_a_grid_refused_by_the_driver_is_halved(launches, monkeypatch, rng):
     refuse = failing("CUDADriverError", "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks")
     working = driver.launch
-    monkeypatch.setattr(driver, "launch", lambda *a: (refuse if a[-1] else working)(*a))
+    monkeypatch.setattr(
+        driver, "launch", lambda *a: (refuse if a[2] > 1 and a[-1] else working)(*a)
+    )
     assert_as_on_the_host(draw(rng, (64, 129)))
     assert [launch.kernel.forward for launch in launches] == [True, False]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stablenorm.cuda import compile as compile_
-from stablenorm.cuda.compile import OPTIONS, sources
+from stablenorm.cuda.compile import OPTIONS, source
 from stablenorm.cuda.plan import choose_kernel
 from stablenorm.formats import FORMATS
 
@@ -66,8 +66,8 @@ def test_registers_and_instructions(n, x, dy, architecture):
     shared = SHARED.get(architecture, 227 << 10)
     kernel = choose_kernel(n, x, dy, x, x, shared, n * x.itemsize % 16 == 0)
     words = f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *OPTIONS
-    with compile_.compiled(sources(), (*words, *kernel.defines)) as read:
-        log, ptx = read("ProgramLog").decode(), read("PTX").decode().strip("\0")
+    made = compile_.compiled(source(), (*words, *kernel.defines))
+    log, ptx = made["ProgramLog"].decode(), made["PTX"].decode().strip("\0")
     assert "warning" not in log
     # No byte may spill: quack's configuration table (version 0.6.5) records a factor of 9 where its
     # accumulators spill on Blackwell. An array in the stack frame is no better.
@@ -113,17 +113,16 @@ def inner_loops(code, path):
 def test_instructions_an_element(tmp_path):
     n, lane = 4096, 32
     # Rows whose first element is a good guess of their mean: nearly all.
-    texts, again = dict(sources()), b"const bool again = d * d > 8.0 * var;"
-    before = texts["layer_norm_forward.cuh"]
-    assert again in before
-    texts["layer_norm_forward.cuh"] = before.replace(again, b"const bool again = false;")
+    text, again = source(), "const bool again = d * d > 8.0 * var;"
+    assert again in text
+    text = text.replace(again, "const bool again = false;")
 
     def loops(dy):
         """Yield of each inner loop its length, its conversions, and whether it has float32 in it."""
         kernel = choose_kernel(n, BF16, dy, BF16, BF16)
         words = "--gpu-architecture=sm_90", *OPTIONS, *kernel.defines
-        with compile_.compiled(texts, words) as read:
-            found = inner_loops(read("CUBIN"), tmp_path / kernel.entry)
+        code = compile_.compiled(text, words)["CUBIN"]
+        found = inner_loops(code, tmp_path / kernel.entry)
         for loop in found:
             yield len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop)
 
@@ -140,10 +139,7 @@ def test_instructions_an_element(tmp_path):
 
 # ---- kept on disk ----
 
-TOY = {
-    "toy.cu": b'#include "toy.cuh"\nextern "C" __global__ void f(int* p) { *p = TOY_VALUE; }\n',
-    "toy.cuh": b"#define TOY_VALUE LN_VALUE\n",
-}
+TOY = 'extern "C" __global__ void f(int* p) { *p = LN_VALUE; }'
 DEFINES = ("-DLN_VALUE=3",)
 
 
@@ -151,7 +147,7 @@ def test_a_second_process_finds_what_the_first_one_compiled(monkeypatch, tmp_pat
     folder, calls, real = tmp_path / "cache", [], compile_.compiled
     monkeypatch.setenv("STABLENORM_CACHE_DIR", str(folder))
     monkeypatch.setattr(compile_, "compiled", lambda *a: (calls.append(a), real(*a))[1])
-    monkeypatch.setattr(compile_, "sources", lambda: TOY)
+    monkeypatch.setattr(compile_, "source", lambda: TOY)
     code = compile_.cubin(DEFINES, (9, 0))
     # Machine code is an ELF file.
     assert code.startswith(b"\x7fELF")

@@ -1,12 +1,10 @@
 """The launch plan of the CUDA kernels: what no test of the kernels themselves would notice."""
 
 import itertools
-import re
-import struct
 
 import pytest
 
-from stablenorm.cuda.plan import FORMAT, PARAMETERS, choose_kernel, cut
+from stablenorm.cuda.plan import choose_kernel, cut
 from stablenorm.formats import FORMATS
 
 DTYPES = F16, BF16, F32, F64 = [each.dtype for each in FORMATS]
@@ -70,16 +68,3 @@ def test_chunks_cover_the_rows_once_and_lose_no_digit(rows):
 
 def test_few_rows_are_chunks_of_one():
     assert cut(16, choose_kernel(4096, F32, F32, F32, F32)) == (16, 1)
-
-
-def test_parameters_are_those_of_the_source(pytestconfig):
-    """Names, order and types of struct Parameters."""
-    source = (pytestconfig.rootpath / "src" / "stablenorm" / "cuda" / "layer_norm.cu").read_text()
-    body = source.partition("struct Parameters {")[2].partition("};")[0]
-    found = {}
-    for kind, star, names in re.findall(r"^ +([\w ]+?)(\*?) (\w+(?:, \w+)*);", body, re.MULTILINE):
-        code = "Q" if star else {"long long": "q", "double": "d"}[kind]
-        found |= dict.fromkeys(names.split(", "), code)
-    assert list(found.items()) == list(PARAMETERS.items())
-    # Without padding, as C++ lays it out.
-    assert struct.calcsize(FORMAT) == struct.calcsize(FORMAT.replace("<", "@")) == 192

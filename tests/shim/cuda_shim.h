@@ -23,7 +23,7 @@ struct ShimPlace { ShimIndex thread, block, grid; };
 extern "C" {
 ShimPlace shim_place();
 unsigned char* shim_shared();
-bool shim_syncthreads(bool value, int line);
+void shim_syncthreads(int line);
 void shim_syncwarp(int line);
 bool shim_any(bool value, int line);
 double shim_exchange(double value, unsigned mask, int lanes, int line);
@@ -41,8 +41,7 @@ void barrier_expect(Barrier* barrier, int bytes);
 #define threadIdx (shim_place().thread)
 #define blockIdx (shim_place().block)
 #define gridDim (shim_place().grid)
-#define __syncthreads() shim_syncthreads(false, __LINE__)
-#define __syncthreads_or(value) shim_syncthreads(value, __LINE__)
+#define __syncthreads() shim_syncthreads(__LINE__)
 #define __syncwarp() shim_syncwarp(__LINE__)
 #define __any_sync(mask, value) shim_any(value, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) shim_exchange(value, mask, lanes, __LINE__)

@@ -279,12 +279,6 @@ double meet(unsigned warp, const char* what, int line, int lanes, double value, 
     return current->value;
 }
 
-// Tell all threads that met whether one of them has a value other than 0.
-void vote(Fiber* begin, Fiber* end) {
-    const bool any = std::any_of(begin, end, [](const Fiber& each) { return each.value != 0; });
-    for (Fiber* each = begin; each < end; ++each) each->value = any;
-}
-
 // ---- copies and barriers in shared memory ----
 
 void set_flying(Block* block, Bytes to, int room, bool flying) {
@@ -328,11 +322,10 @@ ShimPlace shim_place() { return {{current->thread}, {current->block->index}, {la
 unsigned char* shim_shared() { return current->block->memory.data(); }
 void __nanosleep(unsigned) { look(); }
 
-bool shim_syncthreads(bool value, int line) {
+void shim_syncthreads(int line) {
     Block* block = current->block;
-    return meet(0, "__syncthreads", line, 0, value, [&](Fiber* fibers) {
+    meet(0, "__syncthreads", line, 0, 0, [&](Fiber* fibers) {
         for (const Fiber& each : block->fibers) block->acquired = std::max(block->acquired, each.acquired);
-        vote(fibers, fibers + launch.threads);
         share(fibers, fibers + launch.threads);
         ++block->epoch;
     });
@@ -351,7 +344,10 @@ void shim_syncwarp(int line) {
 }
 
 bool shim_any(bool value, int line) {
-    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) { vote(warp, warp + 32); });
+    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) {
+        const bool any = std::any_of(warp, warp + 32, [](const Fiber& each) { return each.value != 0; });
+        for (Fiber* each = warp; each < warp + 32; ++each) each->value = any;
+    });
 }
 
 void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {

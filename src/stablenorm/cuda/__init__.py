@@ -5,7 +5,10 @@ The backend "cuda": layer norm on a CUDA device, one launch forward and one back
 addresses. Everything happens on the device of x and its current stream, without waiting for it.
 """
 
+import contextlib
 import functools
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,9 @@ import numpy as np
 from stablenorm.arrays import Arrays
 from stablenorm.call import Backward, Forward
 from stablenorm.cuda import arrays, driver
-from stablenorm.cuda.arrays import Folded, Matrix, matrix
 from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
-from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
+from stablenorm.cuda.plan import PARAMETERS, Kernel, choose_kernel, cut
 from stablenorm.types import Statistics
 
 __all__ = ["check_usable"]
@@ -32,149 +34,133 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 @functools.lru_cache(1024)
 def find_plan(
     device: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
-) -> tuple[Kernel, Any, int, bool]:
-    """
-    Return a kernel for rows of `n`, given the dtypes of the arrays; and its loaded function.
-
-    After them come the blocks of it that the device holds at once, and whether it can promise to run all of them
-    at once.
-    """
+) -> tuple[Kernel, Any, int]:
+    """Return a kernel, given n and dtypes; its loaded function; and how many blocks of it the device holds at once."""
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
-    return kernel, function, fitting * facts.multiprocessors, facts.cooperative
+    return kernel, function, fitting * facts.multiprocessors
 
 
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
-    x, (gamma, beta, eps, *_), y = call[:3]
-    with _OnDevice(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
-        shape, pairs = x.shape, x.array.dtype.itemsize == 8
+    (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
+    with _on_device(x=x, gamma=gamma, beta=beta, out=y) as (cupy, device):
+        n, pairs = _length(x, axes), x.dtype.itemsize == 8
+        rows = x.size // n
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        words = cupy.empty((5 if pairs else 3, shape[0]), np.float64)
-        kept = Statistics(words[0], words[1], words[2])
+        words = cupy.empty((5 if pairs else 3, rows), np.float64)
+        kept = Statistics(*words)
         if pairs:
-            exponent = cupy.empty((shape[0], 2), np.int16)
-            kept = Statistics(*kept[:3], words[3], words[4], exponent=exponent)
-        if shape[0]:
-            _launch(cupy, device, shape, x, None, gamma, beta, y, None, None, kept, eps)
+            kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
+        if rows:
+            inputs, outputs = (x, None, gamma, beta), (y, None, None)
+            _launch(cupy, device, axes, n, inputs, outputs, kept, eps)
         return kept
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
-    dy, x, norm, kept, dx, dgamma, dbeta = call[:7]
-    outs = {"out.dx": dx and dx.array, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    with _OnDevice(x=x.array, dy=dy.array, gamma=norm.gamma, **outs) as (cupy, device):
-        totals = [each for each in (dgamma, dbeta) if each is not None]
-        if x.array.size == 0:
-            for total in totals:
+    (dy, _), (x, axes), norm, kept, dx, dgamma, dbeta = call[:7]
+    dx = dx and dx[0]
+    outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
+    with _on_device(x=x, dy=dy, gamma=norm.gamma, **outs) as (cupy, device):
+        if x.size:
+            inputs, outputs = (x, dy, norm.gamma, None), (dx, dgamma, dbeta)
+            _launch(cupy, device, axes, _length(x, axes), inputs, outputs, kept, 0.0)
+            return
+        for total in (dgamma, dbeta):
+            if total is not None:
                 total[...] = 0
-        elif dx is not None or totals:
-            _launch(cupy, device, x.shape, x, dy, norm.gamma, None, dx, dgamma, dbeta, kept, 0.0)
 
 
 def _launch(
-    cupy: Any, device: int, shape: tuple[int, int], x: Folded, dy: Folded | None, gamma: Any,
-    beta: Any, out: Folded | None, dgamma: Any, dbeta: Any, kept: Statistics, eps: float,
+    cupy: Any, device: int, axes: tuple[int, ...], n: int, inputs: tuple[Any, ...],
+    outputs: tuple[Any, ...], kept: Statistics, eps: float,
 ) -> None:  # fmt: skip
-    """Launch a forward or, with `dy`, a backward."""
-    rows, n = shape
-    source, cotangent = matrix(cupy, x, shape, True), matrix(cupy, dy, shape, True)
-    scale, shift = _row(cupy, gamma, n, True), _row(cupy, beta, n, True)
-    target = matrix(cupy, out, shape, False)
-    totals = _row(cupy, dgamma, n, False), _row(cupy, dbeta, n, False)
-    aligned = _aligned(x.array.dtype.itemsize, source, cotangent, target)
+    """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
+    x, dy, gamma, beta = inputs
+    rows = x.size // n
+    read = [arrays.as_rows(cupy, each, axes, n, True) for each in inputs]
+    written = [arrays.as_rows(cupy, each, axes, n, False) for each in outputs]
+    matrices = read[0], read[1], written[0]
+    strides = [0 if each is None else arrays.stride_of(each, n) for each in matrices]
+    # Copies of 16 bytes need rows that begin at multiples of so many.
+    begins = 0
+    for number in (*_places(matrices), *[stride * x.itemsize for stride in strides]):
+        begins |= number
+    aligned = begins % 16 == 0
     # The backward has no beta: the dtype is that of dbeta.
-    dtypes = x.array.dtype, dy and dy.array.dtype, _dtype(gamma), _dtype(dbeta if dy else beta)
-    kernel, function, resident, cooperative = find_plan(device, n, aligned, *dtypes)
-    number, size = cut(rows, kernel) if dy else (-(-rows // kernel.slots), 0)
-    room, barrier = (None, None), False
-    if dgamma is not None or dbeta is not None:
-        # Blocks wait for one another only where all are promised to run at once.
-        barrier = cooperative
-        room = driver.room(cupy, device, 2 * n * number * kernel.number_bytes)
-    values = (
-        source.pointer, cotangent.pointer, scale.pointer, shift.pointer, target.pointer,
-        totals[0].pointer, totals[1].pointer, *_places(*kept[:5], kept.exponent, *room), rows, n,
-        source.stride, cotangent.stride, target.stride, size, number, eps,
-    )  # fmt: skip
-    grid = min(number, resident)
-    try:
-        driver.launch(function, kernel, grid, pack_parameters(*values, barrier), barrier)
-    except RuntimeError as error:
-        if not barrier or _TOO_MANY not in str(error):
-            raise
-        # Refused before anything ran. The last block gives the same bits and needs no company.
-        driver.launch(function, kernel, grid, pack_parameters(*values, 0), False)
-    for each in (target, *totals):
-        each.put_back()
+    typed = x, dy, gamma, beta if dy is None else outputs[2]
+    dtypes = [None if each is None else each.dtype for each in typed]
+    kernel, function, resident = find_plan(device, n, aligned, *dtypes)
+    chunks, chunk_rows = cut(rows, kernel)
+    room: tuple[Any, ...] = (None, None)
+    has_sums = outputs[1] is not None or outputs[2] is not None
+    if has_sums:
+        room = driver.room(cupy, device, 2 * n * chunks * kernel.number_bytes)
+    places = _places((*read, *written, *kept[:5], kept.exponent, *room))
+    values = *places, rows, n, *strides, chunk_rows, chunks, eps
+    parameters = np.array([values], PARAMETERS)
+    grid = min(chunks, resident)
+    while True:
+        try:
+            # With sums over rows, blocks wait for one another.
+            driver.launch(function, kernel, grid, parameters, has_sums)
+            break
+        except RuntimeError as error:
+            if _TOO_MANY not in str(error) or grid == 1:
+                raise
+            # Refused before anything ran. Fewer blocks give the same bits.
+            grid //= 2
+    for array, seen in zip(outputs, written, strict=True):
+        arrays.put_back(cupy, array, axes, seen)
 
 
-class _OnDevice:
-    """Make the one device of all arrays current; if its memory is not enough, say the cure."""
-
-    def __init__(self, **places: Any) -> None:
-        self._device = places["x"].device
-        self._number = int(self._device.id)
-        for name, array in places.items():
-            if array is not None and array.device.id != self._number:
-                msg = (
-                    f"{name} must be on device {self._number}, like x, got device {array.device.id}; "
-                    f"copy it there: with cupy.cuda.Device({self._number}): {name} = cupy.array({name})"
-                )
-                raise ValueError(msg)
-
-    def __enter__(self) -> tuple[Any, int]:
-        self._device.__enter__()
-        return driver.import_cupy(), self._number
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._device.__exit__(kind, error, trace)
-        if not isinstance(error, (RuntimeError, MemoryError)):
-            return
-        line = first_line(error)
-        if isinstance(error, MemoryError) or any(word in line for word in _NO_MEMORY):
-            msg = (
-                f"too little memory on CUDA device {self._number} ({line}); let go of arrays and call "
-                "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
-            )
-            raise MemoryError(msg) from error
+def _length(x: Any, axes: tuple[int, ...]) -> int:
+    shape = x.shape
+    # The usual axis takes a third of the time.
+    return shape[axes[0]] if len(axes) == 1 else math.prod(shape[axis] for axis in axes)
 
 
-# ---- arguments as parameters of a kernel ----
-
-
-def _row(cupy: Any, array: Any, n: int, read: bool) -> Matrix:
-    """Return gamma, beta or a sum over rows as one row."""
-    if array is None:
-        return arrays.NOWHERE
-    if array.flags.c_contiguous:
-        return Matrix(array.data.ptr, n)
-    return matrix(cupy, Folded(array), (1, n), read)
-
-
-def _aligned(itemsize: int, *rows: Matrix) -> bool:
-    """Tell whether all rows begin at multiples of 16 bytes, as copies of so many need it."""
-    bits = 0
-    for pointer, stride, _, _ in rows:
-        bits |= pointer | stride * itemsize
-    return bits % 16 == 0
-
-
-def _dtype(array: Any) -> Any:
-    return None if array is None else array.dtype
-
-
-def _places(*given: Any) -> list[int]:
+def _places(given: Iterable[Any]) -> list[int]:
     """Return the addresses of arrays; 0 for None."""
     return [0 if array is None else array.data.ptr for array in given]
 
 
+@contextlib.contextmanager
+def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
+    """Make the one device of all arrays current, lend CuPy; if its memory is not enough, say the cure."""
+    device = places["x"].device
+    number = int(device.id)
+    for name, array in places.items():
+        if array is not None and array.device.id != number:
+            msg = (
+                f"{name} must be on device {number}, like x, got device {array.device.id}; "
+                f"copy it there: with cupy.cuda.Device({number}): {name} = cupy.array({name})"
+            )
+            raise ValueError(msg)
+    try:
+        with device:
+            yield driver.import_cupy(), number
+    except (RuntimeError, MemoryError) as error:
+        line = first_line(error)
+        if not isinstance(error, MemoryError) and not any(word in line for word in _NO_MEMORY):
+            raise
+        msg = (
+            f"too little memory on CUDA device {number} ({line}); let go of arrays and call "
+            "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
+        )
+        raise MemoryError(msg) from error
+
+
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    with _OnDevice(x=like) as (cupy, _):
+    with _on_device(x=like) as (cupy, _):
         return cupy.empty(shape, dtype)
 
 
-# How the public functions handle these arrays.
-ARRAYS = Arrays(arrays.convert, arrays.target, _empty, arrays.overlap, arrays.same_elements, Folded)
+# How the public functions handle these arrays; those of the shape of x are handed over with their axes.
+ARRAYS = Arrays(
+    arrays.convert, arrays.target, _empty, arrays.overlap, arrays.same_elements,
+    lambda array, axes: (array, axes),
+)  # fmt: skip

@@ -1,14 +1,8 @@
-"""
-Arrays on a CUDA device as the public functions and the launch see them.
-
-Every question about memory layout (does this array have a view as rows, do two overlap) is put to
-NumPy: an array of NumPy's with the same address and strides, whose elements are never touched.
-"""
+"""Arrays on a CUDA device as the public functions see them, and as kernels do: rows of unit stride."""
 
 import contextlib
-import math
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,75 +13,44 @@ from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
 
-class Folded(NamedTuple):
-    """An array, and the axes that make up its rows; without axes all of it is one row."""
-
-    array: Any
-    axes: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, n)."""
-        array, axes = self
-        lengths = array.shape
-        n = lengths[axes[0]] if len(axes) == 1 else math.prod(lengths[axis] for axis in axes)
-        return array.size // n, n
-
-
-class Matrix(NamedTuple):
-    """Rows of contiguous elements on the device, `stride` elements apart."""
-
-    pointer: int
-    stride: int
-    # If the rows are a copy: the copy, (rows, n), and the array as it is, the axes of its rows last.
-    copy: Any = None
-    original: Any = None
-
-    def put_back(self) -> None:
-        """Write rows that are a copy to where they belong."""
-        if self.copy is not None:
-            self.original[...] = self.copy.reshape(self.original.shape)
-
-
-NOWHERE = Matrix(0, 0)
-
-
-def matrix(cupy: Any, folded: Folded | None, shape: tuple[int, int], read: bool) -> Matrix:
+def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) -> Any:
     """
-    Return the rows of an array, (rows, n).
+    See an array as rows of `n`, the elements along `axes`; all of it as one row if it has no other axes.
 
-    If they have gaps, they are those of a copy, whose elements are set if the array is to be `read`.
+    What is contiguous, and has these axes last, is returned as it is. If rows have gaps, return a new array, whose
+    elements are set if the old one is to be `read`.
     """
-    if folded is None:
-        return NOWHERE
-    array, axes = folded
-    last = array.ndim - len(axes)
-    if array.flags.c_contiguous and axes[0] == last:
-        return Matrix(array.data.ptr, shape[1])
-    places = tuple(range(last, array.ndim))
-    seen, itemsize = np.moveaxis(_ghost(array), axes, places), array.dtype.itemsize
-    # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
+    if array is None:
+        return None
+    if array.flags.c_contiguous and array.ndim - len(axes) in (0, axes[0]):
+        return array
+    moved, itemsize = _rows_last(cupy, array, axes), array.dtype.itemsize
     with contextlib.suppress(AttributeError):
-        seen.shape = shape
-        between, within = seen.strides
-        if (shape[1] == 1 or within == itemsize) and between % itemsize == 0:
-            return Matrix(array.data.ptr, between // itemsize)
-    moved = cupy.moveaxis(array, axes, places) if axes else array
-    rows = cupy.ascontiguousarray(moved).reshape(shape) if read else cupy.empty(shape, array.dtype)
-    return Matrix(rows.data.ptr, shape[1], held(cupy, rows), moved)
+        rows = moved.view()
+        # Unlike reshape, this never copies.
+        rows.shape = (-1, n)
+        between, within = rows.strides
+        if (n == 1 or within == itemsize) and between % itemsize == 0:
+            return rows
+    copy = cupy.ascontiguousarray(moved) if read else cupy.empty(moved.shape, array.dtype)
+    return held(cupy, copy.reshape(-1, n))
 
 
-def _ghost(array: Any) -> Array:
-    """Return an array of NumPy's with the address, shape and strides of one on the device."""
-    claim = {
-        "version": 3,
-        # No device array begins at 0 but an empty one, for which any other address will do.
-        "data": (array.data.ptr or array.dtype.itemsize, False),
-        "shape": array.shape,
-        "strides": array.strides,
-        "typestr": f"|V{array.dtype.itemsize}",
-    }
-    return np.asarray(types.SimpleNamespace(__array_interface__=claim))
+def stride_of(rows: Any, n: int) -> int:
+    """Return how many elements apart the rows are that `as_rows` returned."""
+    return n if rows.flags.c_contiguous else rows.strides[0] // rows.itemsize
+
+
+def put_back(cupy: Any, array: Any, axes: tuple[int, ...], rows: Any) -> None:
+    """Write what `as_rows` made of an array back into it, unless it is a view."""
+    if array is not None and rows.data.ptr != array.data.ptr:
+        moved = _rows_last(cupy, array, axes)
+        moved[...] = rows.reshape(moved.shape)
+
+
+def _rows_last(cupy: Any, array: Any, axes: tuple[int, ...]) -> Any:
+    last = array.ndim - len(axes)
+    return cupy.moveaxis(array, axes, tuple(range(last, array.ndim))) if last else array
 
 
 def overlap(a: Any, b: Any) -> bool:
@@ -99,9 +62,23 @@ def overlap(a: Any, b: Any) -> bool:
     return host.overlap(_ghost(a), _ghost(b))
 
 
+def _ghost(array: Any) -> Array:
+    """Return an array of NumPy's with the address, shape and strides of one on the device, never to be read."""
+    claim = {
+        "version": 3,
+        # No device array begins at 0 but an empty one, for which any other address will do.
+        "data": (array.data.ptr or array.dtype.itemsize, False),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.dtype.itemsize}",
+    }
+    return np.asarray(types.SimpleNamespace(__array_interface__=claim))
+
+
 def same_elements(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` are the same view of the same memory."""
-    return a is b or (a.dtype == b.dtype and host.same_elements(_ghost(a), _ghost(b)))
+    places = ((v.data.ptr, v.shape, v.strides, v.dtype) for v in (a, b))
+    return a is b or next(places) == next(places)
 
 
 def convert(name: str, value: Any) -> Any:

@@ -10,41 +10,41 @@ import contextlib
 import functools
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The compiler may change no operation. These are its defaults but for the contraction to fma; and for
-# functions without an annotation, lambdas among them, which NVRTC 13.0 takes for the host's.
+# The compiler may change no operation. These are its defaults but for the contraction to fma; for functions
+# without an annotation, lambdas among them, which NVRTC 13.0 takes for the host's; and for the warning that a
+# configuration needs not every constant.
 OPTIONS = (
     "--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
-    "--device-as-default-execution-space",
+    "--device-as-default-execution-space", "--diag-suppress=177",
 )  # fmt: skip
 
 _FOLDER = Path(__file__).parent
 
 
 @functools.cache
-def sources() -> dict[str, bytes]:
-    """Return the text of layer_norm.cu and of its headers, one of them the kernels' in C++, by file name."""
-    numbers = _FOLDER.parent / "native" / "numbers.h"
-    paths = [_FOLDER / "layer_norm.cu", *sorted(_FOLDER.glob("*.cuh")), numbers]
-    return {path.name: path.read_bytes() for path in paths}
+def source(name: str = "layer_norm.cu") -> str:
+    """Return the text of layer_norm.cu, each header in the place of the line that includes it."""
+    text = (_FOLDER / name).read_text()
+    return re.sub('#include "(.*)"', lambda found: source(found[1]), text)
 
 
 def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     """Return the machine code for these definitions: from disk, or compiled and then kept there."""
-    nvrtc, version = _nvrtc(), nvrtc_version()
+    version = nvrtc_version()
     options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
     # All that decides the machine code.
-    key = hashlib.sha256(repr((version, options, sources())).encode()).hexdigest()
+    key = hashlib.sha256(repr((version, options, source())).encode()).hexdigest()
     # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     path = Path(os.environ.get("STABLENORM_CACHE_DIR") or Path(user, "stablenorm"), f"{key}.cubin")
     with contextlib.suppress(OSError):
         return path.read_bytes()
-    known = _checked(nvrtc.nvrtcGetSupportedArchs())
+    known = _checked(_nvrtc().nvrtcGetSupportedArchs())
     if 10 * capability[0] + capability[1] not in known:
         msg = (
             f"NVRTC {version[0]}.{version[1]} must compile for compute capability {capability[0]}."
@@ -52,16 +52,14 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
             "install nvidia-cuda-nvrtc and cuda-bindings that do, older or newer, or pass NumPy arrays"
         )
         raise RuntimeError(msg)
-    with compiled(sources(), options) as read:
-        code = read("CUBIN")
+    code = compiled(source(), options)["CUBIN"]
     # A folder that cannot be written is no error.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: other processes may be reading, or writing the same.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder, path.name)
-            made.write_bytes(code)
-            made.replace(path)
+        made = path.with_suffix(f".{os.getpid()}")
+        made.write_bytes(code)
+        made.replace(path)
     return code
 
 
@@ -71,31 +69,24 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-@contextlib.contextmanager
-def compiled(texts: dict[str, bytes], options: Sequence[str]) -> Iterator[Callable[[str], bytes]]:
-    """Compile the first of `texts`, the others being its headers; lend what reads a result by name."""
-    nvrtc = _nvrtc()
-    (name, source), *headers = texts.items()
-    contents, names = [text for _, text in headers], [header.encode() for header, _ in headers]
-    program = _checked(
-        nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), contents, names)
-    )
-
-    def read(what: str) -> bytes:
-        held = bytes(_checked(getattr(nvrtc, f"nvrtcGet{what}Size")(program)))
-        _checked(getattr(nvrtc, f"nvrtcGet{what}")(program, held))
-        return held
-
+def compiled(text: str, options: Sequence[str]) -> dict[str, bytes]:
+    """Compile a text; return the log, the machine code and its PTX by NVRTC's names of them."""
+    nvrtc, words = _nvrtc(), [option.encode() for option in options]
+    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"layer_norm.cu", 0, [], []))
     try:
-        words = [option.encode() for option in options]
-        if nvrtc.nvrtcCompileProgram(program, len(words), words)[0]:
-            # A mistake of ours, so all that was said is passed on.
-            said = read("ProgramLog").decode(errors="replace").strip("\0\n")
-            msg = f"NVRTC did not compile layer_norm.cu with {' '.join(options)}:\n{said}"
-            raise RuntimeError(msg)
-        yield read
+        failed = nvrtc.nvrtcCompileProgram(program, len(words), words)[0]
+        results = {}
+        for name in ("ProgramLog",) if failed else ("ProgramLog", "CUBIN", "PTX"):
+            results[name] = bytes(_checked(getattr(nvrtc, f"nvrtcGet{name}Size")(program)))
+            _checked(getattr(nvrtc, f"nvrtcGet{name}")(program, results[name]))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+    if failed:
+        # A mistake of ours, so all that was said is passed on.
+        said = results["ProgramLog"].decode(errors="replace").strip("\0\n")
+        msg = f"NVRTC did not compile layer_norm.cu with {' '.join(options)}:\n{said}"
+        raise RuntimeError(msg)
+    return results
 
 
 def not_loaded(error: Exception, name: str) -> ImportError:

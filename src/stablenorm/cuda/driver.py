@@ -27,8 +27,6 @@ class Facts(NamedTuple):
     multiprocessors: int
     # Bytes that a block may have of shared memory.
     shared: int
-    # Whether all blocks of a launch can be promised to run at once.
-    cooperative: bool
 
 
 @functools.cache
@@ -70,7 +68,6 @@ def read_facts(device: int) -> Facts:
         capability,
         attributes["MultiProcessorCount"],
         attributes["MaxSharedMemoryPerBlockOptin"],
-        bool(attributes["CooperativeLaunch"]),
     )
 
 
@@ -97,22 +94,16 @@ def load(device: int, kernel: Kernel) -> tuple[Any, int]:
     return function, int(count(function.ptr, kernel.threads, kernel.shared_bytes))
 
 
-def launch(function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperative: bool) -> None:
-    """Launch on the current stream."""
-    # CuPy passes a NumPy array of one element by value.
-    value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
-    sizes = (grid,), (kernel.threads,), (value,), kernel.shared_bytes
+def launch(function: Any, kernel: Kernel, grid: int, parameters: Any, cooperative: bool) -> None:
+    """Launch on the current stream; CuPy passes `parameters`, an array of one element, by value."""
+    sizes = (grid,), (kernel.threads,), (parameters,), kernel.shared_bytes
     function(*sizes, enable_cooperative_groups=cooperative)
 
 
 # ---- memory beside the arguments ----
 
-# Streams whose counters are kept: more than a program has at once. The stream is kept with them,
-# so that no other can be given its address while they are.
+# Streams whose counters are kept: more than a program has at once.
 _STREAMS = 64
-
-# The stream that is another one in each thread: cudaStreamPerThread.
-_PER_THREAD = 2
 
 # Memory that CUDA graphs were captured with: they go on writing to it.
 _captured: list[Any] = []
@@ -129,22 +120,20 @@ def room(cupy: Any, device: int, nbytes: int) -> tuple[Any, Any]:
     """
     Return arrays for `nbytes` of partial sums and for the counter of the blocks of a launch.
 
-    The counter is 0 at first, and each launch leaves it fit for the next. It belongs to one stream, on which
-    launches follow one another: shared between two, it would let blocks go on too early. It outlives every error
-    of a launch: one that is refused has not touched it, and one that stops in the middle ends the device's
-    context, and all memory in it, for this process. A captured graph sets a counter of its own to 0.
+    The counter is 0 at first, and each launch leaves it fit for the next on its stream: shared between two streams,
+    it would let blocks go on too early. A captured graph sets a counter of its own to 0. No error spoils one: a
+    launch that is refused has not touched it, and one that stops in the middle ends the device's context.
     """
     partials, stream = held(cupy, cupy.empty(nbytes, np.uint8)), cupy.cuda.get_current_stream()
     if stream.is_capturing():
         return partials, held(cupy, cupy.zeros(1, np.uint32))
-    place = int(stream.ptr)
-    thread = threading.get_ident() if place == _PER_THREAD else 0
-    return partials, _counter(device, place, thread)[0]
+    # One address, cudaStreamPerThread, is another stream in each thread.
+    return partials, _counter(device, int(stream.ptr), threading.get_ident())[0]
 
 
 @functools.lru_cache(_STREAMS)
 def _counter(*_: int) -> tuple[Any, Any]:
-    """Return a counter for the current stream, given its device, address and thread; and the stream."""
+    """Return a counter for the current stream, and the stream, whose address no other gets while it is kept."""
     cupy = import_cupy()
     # Zeroed on this stream, and so before the launch that follows on it.
     return cupy.zeros(1, np.uint32), cupy.cuda.get_current_stream()

@@ -5,7 +5,7 @@
 // float64, float64 for the others. LN_STAGES and LN_ALIGNED decide no bit.
 //
 // Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of blocks up
-// to the chunks (backward); if `barrier` is set all of them must be resident (cooperative launch).
+// to the chunks (backward); with partial sums all of them must be resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
@@ -16,7 +16,7 @@
 #define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"
 
-// The fields of PARAMETERS in plan.py, in the same order. Strides are in elements.
+// plan.py reads the names, in their order. Strides are in elements.
 struct Parameters {
     const X* x;           // (rows, n), rows x_stride apart
     const DY* dy;         // (rows, n), rows dy_stride apart; backward only
@@ -37,73 +37,37 @@ struct Parameters {
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
     long long chunks;
     double eps;
-    long long barrier;    // 1: all blocks add up the chunks; 0: the last one does
 };
 
 #include "layer_norm_device.cuh"
 #include "layer_norm_memory.cuh"
-#include "layer_norm_rows.cuh"
-#if LN_N
+#include "layer_norm_sums.cuh"
+#if LN_N == 0
+#include "layer_norm_general.cuh"
+#else
 #include "layer_norm_fast.cuh"
+#if LN_FORWARD
+#include "layer_norm_forward.cuh"
+#elif LN_ROW_WARPS
+#include "layer_norm_warps.cuh"
+#else
+#include "layer_norm_short.cuh"
+#endif
 #endif
 
 #if LN_FORWARD
-
-#if LN_N
-#include "layer_norm_forward.cuh"
-#else
-INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    const Columns<Gamma> gamma = gamma_of(p);
-    const Columns<Beta> beta = beta_of(p);
-    const long long first = (long long)blockIdx.x * SLOTS, step = (long long)gridDim.x * SLOTS;
-    long long at = first + slot();
-    // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
-    for (long long base = first; base < p.rows; base += step, at += step) {
-        const Columns<X> x = {p.x + at * p.x_stride, at < p.rows ? p.n : 0};
-        const Row row = statistics(x, p, reduction);
-        if (x.n > 0 && row_thread() == 0) keep(row, p, at);
-        for (Index v = 0; v < vectors_of(p.n); ++v) {
-            const int count = count_of(v, x.n);
-            Vector<X> y = {};
-            for_each_of(count, [&](int i, double x, double gamma, double beta) {
-                round_scaled(y.e[i], affine(xhat_of(row, x), gamma, beta), 0);
-            }, x.at(v), gamma.at(v), beta.at(v));
-            store(p.out + at * p.out_stride + column(v), y, count);
-        }
-    }
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
 layer_norm_forward(const Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     forward_rows(p, shared);
 }
-
 #else
-
-#include "layer_norm_sums.cuh"
-#if LN_N && LN_ROW_WARPS
-#include "layer_norm_warps.cuh"
-#elif LN_N
-#include "layer_norm_short.cuh"
-#else
-#include "layer_norm_chunks.cuh"
-#endif
-
 extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
 layer_norm_backward(const Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
-#if LN_N && LN_ROW_WARPS
-    warps_chunks(p, shared);
-#elif LN_N
-    short_chunks(p, shared);
-#else
-    general_chunks(p, shared);
-#endif
-    if (p.partials == nullptr || !blocks_met(p)) return;
-    finish(p, p.barrier ? blockIdx.x : 0, p.barrier ? gridDim.x : 1, reinterpret_cast<Wide*>(shared));
+    backward_chunks(p, shared);
+    if (p.partials == nullptr) return;
+    meet_blocks(p);
+    finish(p, reinterpret_cast<Wide*>(shared));
 }
-
 #endif

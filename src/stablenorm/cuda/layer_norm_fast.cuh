@@ -15,6 +15,7 @@ constexpr bool ALIGNED = LN_ALIGNED;
 constexpr double INVERSE = 1.0 / N;
 
 struct __align__(16) Two { double a, b; };
+INLINE Two operator+(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }
 
 // Vector v of this thread, among those of a row.
 INLINE int vector_of(int v) { return v * ROW_THREADS + row_thread(); }
@@ -97,11 +98,11 @@ INLINE Record record_of(const Parameters& p, long long row) {
 // ---- sums of two numbers ----
 
 // Over the lanes of a row; all of them get both. The first step hands one half of the lanes a, the other b.
-INLINE Two over_lanes(double a, double b) {
+INLINE Two over_lanes(Two mine) {
     constexpr int LANES = ROW_THREADS < WARP && LN_ROW_WARPS == 0 ? ROW_THREADS : WARP;
-    if (LANES == 1) return {a, b};
+    if (LANES == 1) return mine;
     const bool second = threadIdx.x & (LANES / 2);
-    double v = (second ? b : a) + exchanged(second ? a : b, LANES / 2);
+    double v = (second ? mine.b : mine.a) + exchanged(second ? mine.a : mine.b, LANES / 2);
 #pragma unroll
     for (int lanes = LANES / 4; lanes > 0; lanes /= 2) v = v + exchanged(v, lanes);
     const double other = exchanged(v, LANES / 2);

@@ -7,35 +7,26 @@
 // Rows up to here have tables of gamma and beta; longer ones read them again, from the caches.
 constexpr bool TABLES = N <= 4096;
 
-// Sums over the warps of a row, for which they meet at a barrier of the row's own.
+// Sums over the warps of a row, which meet at a barrier of their own.
 struct Exchange {
     Two* parts;         // (2 turns, SLOTS, ROW_WARPS) in shared memory
     Barrier* barriers;  // (SLOTS)
     int turn;
-    Two mine;
 
-    INLINE void begin(double a, double b) {
-        mine = over_lanes(a, b);
-        if (ROW_WARPS == 1) return;
-        if (threadIdx.x % WARP == 0) at()[row_thread() / WARP] = mine;
+    INLINE Two sum(Two mine) {
+        mine = over_lanes(mine);
+        if (ROW_WARPS == 1) return mine;
+        Two* row = parts + ((turn & 1) * SLOTS + slot()) * ROW_WARPS;
+        if (threadIdx.x % WARP == 0) row[row_thread() / WARP] = mine;
         // Orders this warp's reads of the turn before, which is written again next, before it arrives.
         __syncwarp();
         if (threadIdx.x % WARP == 0) barrier_arrive(&barriers[slot()]);
-    }
-
-    INLINE Two end() {
-        if (ROW_WARPS == 1) return mine;
         barrier_wait(&barriers[slot()], turn & 1);
-        Two sum = at()[0];
-        unrolled<ROW_WARPS - 1>([&](int w) {
-            const Two part = at()[w + 1];
-            sum.a += part.a, sum.b += part.b;
-        });
         ++turn;
-        return sum;
+        mine = row[0];
+        unrolled<ROW_WARPS - 1>([&](int w) { mine = mine + row[w + 1]; });
+        return mine;
     }
-
-    INLINE Two* at() const { return parts + ((turn & 1) * SLOTS + slot()) * ROW_WARPS; }
 };
 
 // gamma or beta of vector v.
@@ -87,7 +78,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     const Table gamma = {tables}, beta = {tables + Table::SIZE};
     Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));
     Two* parts = reinterpret_cast<Two*>(rows + STAGES * VECTORS * BLOCK);
-    Exchange exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS), 0, {}};
+    Exchange exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS), 0};
     if (TABLES) {
         gamma.widen(gamma_of(p));
         beta.widen(beta_of(p));
@@ -122,20 +113,16 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
             const Vector<X> x = *staged(stage, v);
             unrolled<VECTOR>([&](int i) { held[v * VECTOR + i] = lift(x.e[i]); });
         });
-        Two sum = moments(held, k);
-        exchange.begin(sum.a, sum.b);
         // The row is in registers.
         ask(stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        sum = exchange.end();
+        Two sum = exchange.sum(moments(held, k));
         double d = over(sum.a), var = fma(-d, d, over(sum.b)), base_d = 0.0;
         const bool again = d * d > 8.0 * var;
         // The lanes of a warp stay together, for what they exchange.
         if (__builtin_expect(ROW_THREADS < WARP ? __any_sync(ALL_LANES, again) : again, 0)) {
             base_d = again ? d : 0.0;
-            sum = moments(held, base_d);
-            exchange.begin(sum.a, sum.b);
-            sum = exchange.end();
+            sum = exchange.sum(moments(held, base_d));
             d = over(sum.a), var = fma(-d, d, over(sum.b));
         }
         // Rounding can make the difference slightly negative; NaN stays.

@@ -92,36 +92,3 @@ INLINE void for_each(Index n, F f, const Sources&... sources) {
 
 INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
 INLINE Wide exchanged(Wide a, int lanes) { return {exchanged(a.high, lanes), exchanged(a.low, lanes)}; }
-
-// The general kernels reduce rows of whole warps.
-struct Reduction {
-    Number* held; // (2 turns, WARPS) in shared memory
-    int turn;
-
-    // Return what the v of all threads of a row combine to, in a fixed tree: lanes by halves, then
-    // warps in order. Every thread of the block must call it.
-    template <class F> INLINE Number over_row(Number v, F combine) {
-#pragma unroll
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
-        if (ROW_THREADS == WARP) return v;
-        const int warp = threadIdx.x / WARP;
-        Number* warps = held + turn * WARPS;
-        if (threadIdx.x % WARP == 0) warps[warp] = v;
-        // Orders what the warps have before it is read. It is written again two turns from now,
-        // which no thread begins before all have passed the barrier of the next.
-        __syncthreads();
-        turn ^= 1;
-        warps += warp / ROW_WARPS * ROW_WARPS;
-        v = warps[0];
-        for (int w = 1; w < ROW_WARPS; ++w) v = combine(v, warps[w]);
-        return v;
-    }
-
-    INLINE Number sum(Number v) {
-        return over_row(total(v), [](Number a, Number b) { return a + b; });
-    }
-
-    INLINE Number largest(Number v) {
-        return over_row(v, [](Number a, Number b) { return high(b) > high(a) ? b : a; });
-    }
-};

@@ -50,7 +50,7 @@ INLINE double neighbor(double a, double low) {
     return __longlong_as_double(__double_as_longlong(a) + ((low > 0.0) == (a > 0.0) ? 1 : -1));
 }
 
-#include "numbers.h"
+#include "../native/numbers.h"
 
 // ---- numbers: what is summed along rows and over them; the equations are written in these ----
 

@@ -4,20 +4,16 @@
 
 // The rows of a slot, chunk by chunk; in between lie the chunks of the other blocks.
 struct Cursor {
-    long long row, jump;
-    int left, turns;
-
-    INLINE Cursor(const Parameters& p)
-        : row(blockIdx.x * p.chunk_rows + slot()),
-          jump((gridDim.x - 1) * p.chunk_rows),
-          left((int)p.chunk_rows / SLOTS),
-          turns((int)p.chunk_rows / SLOTS) {}
+    const Parameters& p;
+    long long row = blockIdx.x * p.chunk_rows + slot();
+    int left = (int)p.chunk_rows / SLOTS;
 
     // Return whether a chunk ends with the row in hand.
     INLINE bool advance() {
         row += SLOTS;
         if (--left > 0) return false;
-        left = turns, row += jump;
+        left = (int)p.chunk_rows / SLOTS;
+        row += (gridDim.x - 1) * p.chunk_rows;
         return true;
     }
 };
@@ -88,18 +84,18 @@ struct ShortRows {
     }
 };
 
-INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
+INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     double* tables = reinterpret_cast<double*>(shared);
     const ShortRows rows = {p, {tables}, {tables + Table::SIZE},
                             reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x};
     rows.gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
-    Cursor asked(p), at(p);
+    Cursor asked = {p}, at = {p};
     unrolled<STAGES>([&](int s) { rows.ask(s, asked); });
     wait_copies<STAGES - 1>();
     Record next = rows.record(at.row);
-    next.mean_g = over(over_lanes(0.0, rows.sum_of_g(0)).b);
+    next.mean_g = over(over_lanes({0.0, rows.sum_of_g(0)}).b);
     double sums[2][ELEMENTS] = {};
     int s = 0;
     for (long long chunk = blockIdx.x; chunk < p.chunks;) {
@@ -116,7 +112,7 @@ INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
             });
         });
         const int after = s + 1 == STAGES ? 0 : s + 1;
-        const Two both = over_lanes(slope, rows.sum_of_g(after));
+        const Two both = over_lanes({slope, rows.sum_of_g(after)});
         next.mean_g = over(both.b);
         row.slope = over(both.a) * row.rstd * row.rstd;
         unrolled<VECTORS>([&](int v) {

@@ -26,10 +26,13 @@ struct Pipeline {
 
     INLINE Vector<X>* stage(int s, int which) const { return stages + (s * 2 + which) * ROW_VECTORS; }
 
-    // The row of a turn: chunks of this block one after the other.
-    INLINE long long row_of(int turn) const {
-        const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
-        return (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within;
+    // Call f for every `step` turns of this block, its chunks one after the other: with the stage of a turn, how
+    // often that was used before, and the row.
+    template <class F> INLINE void for_each_turn(int first, int step, F f) const {
+        for (int turn = first; turn < turns; turn += step) {
+            const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
+            f(turn % STAGES, turn / STAGES, (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within);
+        }
     }
 
     // Call f for each vector of a row that this lane has.
@@ -39,13 +42,13 @@ struct Pipeline {
     }
 
     INLINE void ask(int warp) const {
-        for (int turn = warp; turn < turns; turn += ASKING_WARPS) {
-            const int s = turn % STAGES, round = turn / STAGES;
+        // One lane asks for bulk copies. The others would wait without meeting it, and might fall two turns behind.
+        if (BULK && threadIdx.x % WARP != 0) return;
+        for_each_turn(warp, ASKING_WARPS, [&](int s, int round, long long row) {
             if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);
-            const X *x = p.x + row_of(turn) * p.x_stride, *dy = p.dy + row_of(turn) * p.dy_stride;
+            const X *x = p.x + row * p.x_stride, *dy = p.dy + row * p.dy_stride;
             if constexpr (BULK) {
                 constexpr int BYTES = N * (int)sizeof(X);
-                if (threadIdx.x % WARP != 0) continue;
                 barrier_expect(&full[s], 2 * BYTES);
                 copy_bulk(stage(s, 0), x, BYTES, &full[s]);
                 copy_bulk(stage(s, 1), dy, BYTES, &full[s]);
@@ -59,7 +62,7 @@ struct Pipeline {
                 wait_copies<0>();
                 barrier_arrive(&full[s]);
             }
-        }
+        });
     }
 
     // A guess of the mean of g: any number near it will do. A float32 sum, or one of float64 where that might be
@@ -72,23 +75,22 @@ struct Pipeline {
                 sums[i % 4] = __fmaf_rn(small(d.e[i]), small_gamma[q * VECTOR + i], sums[i % 4]);
             });
         });
-        double sum = over_lanes(sum_of(sums), 0.0).a;
+        double sum = over_lanes({sum_of(sums), 0.0}).a;
         if (!(magnitude(sum) > 0x1p-60 && magnitude(sum) < 0x1p100)) {
             sum = 0.0;
             for_each_vector([&](int q) {
                 const Vector<X> d = dy[q];
                 unrolled<VECTOR>([&](int i) { sum = fma(lift(d.e[i]), gamma.at(q, i), sum); });
             });
-            sum = over_lanes(sum, 0.0).a;
+            sum = over_lanes({sum, 0.0}).a;
         }
         return over(sum);
     }
 
     INLINE void sum_rows(int warp) const {
-        for (int turn = warp; turn < turns; turn += ROW_SUM_WARPS) {
-            const int s = turn % STAGES;
-            Record row = record_of(p, row_of(turn));
-            barrier_wait(&full[s], turn / STAGES & 1);
+        for_each_turn(warp, ROW_SUM_WARPS, [&](int s, int round, long long at) {
+            Record row = record_of(p, at);
+            barrier_wait(&full[s], round & 1);
             const Vector<X>*xs = stage(s, 0), *dys = stage(s, 1);
             const double k = guess(dys);
             double sums[2][4] = {};
@@ -102,14 +104,14 @@ struct Pipeline {
                     sums[1][i % 4] = fma(there ? g : 0.0, c, sums[1][i % 4]);
                 });
             });
-            const Two sum = over_lanes(sum_of(sums[0]), sum_of(sums[1]));
+            const Two sum = over_lanes({sum_of(sums[0]), sum_of(sums[1])});
             row.mean_g = k + over(sum.a), row.slope = over(sum.b) * row.rstd * row.rstd;
             // Orders the reads of this warp before its arrival.
             __syncwarp();
-            if (threadIdx.x % WARP != 0) continue;
+            if (threadIdx.x % WARP != 0) return;
             records[s] = row;
             barrier_arrive(&ready[s]);
-        }
+        });
     }
 
     INLINE void keep_columns() const {
@@ -154,7 +156,7 @@ struct Pipeline {
     }
 };
 
-INLINE void warps_chunks(const Parameters& p, unsigned char* shared) {
+INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     const Table gamma = {reinterpret_cast<double*>(shared)};
     float* small_gamma = reinterpret_cast<float*>(gamma.memory + Table::SIZE);
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);

@@ -6,11 +6,12 @@ of alignment or of what else runs. The grid, the rows on their way, and who adds
 depend on the device and change no bit.
 """
 
-import struct
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.cuda.compile import source
 from stablenorm.formats import FORMATS
 
 Dtype = np.dtype[Any]
@@ -99,77 +100,73 @@ def choose_kernel(
     """
     Return how to compile for rows of `n`. A forward has no `dy`.
 
-    A block may have `shared` bytes of shared memory; rows that are `aligned` begin at multiples of 16 bytes.
+    A block may have `shared` bytes of shared memory, at least 99 KiB; rows that are `aligned` begin at multiples of
+    16 bytes.
     """
     codes = [_CODES[x if each is None else each] for each in (x, dy, gamma, beta)]
-    kernel, found = Kernel(dy is None, codes[0], codes[1], codes[2], codes[3]), None
+    kernel, vector = (
+        Kernel(dy is None, codes[0], codes[1], codes[2], codes[3]),
+        _VECTOR_BYTES // x.itemsize,
+    )
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
-    if x.itemsize < 8 and (dy is None or dy == x) and n <= longest:
-        vector = _VECTOR_BYTES // x.itemsize
-        count = -(-n // vector)
-        plan = _forward if dy is None else _warps if n > _SHORT else _short
-        found = plan(kernel._replace(n=n, aligned=aligned), count, vector, shared)
-    return found or _general(kernel, n, x)
+    if x.itemsize == 8 or not (dy is None or dy == x) or n > longest:
+        return _general(kernel, n, vector)
+    plan = _forward if dy is None else _warps if n > _SHORT else _short
+    return plan(kernel._replace(n=n, aligned=aligned), -(-n // vector), vector, shared)
 
 
-def _staged(
-    kernel: Kernel, fixed: int, stage: int, most: int, least: int, shared: int
-) -> Kernel | None:
-    """Return a kernel with as many stages as fit beside `fixed` bytes; None if there are too few."""
-    # A device with little shared memory holds fewer blocks, with the same bits.
-    for blocks in (kernel.least_blocks, 1):
-        room = (shared + _RESERVED) // blocks - _RESERVED
-        stages = min(most, (room - fixed) // stage)
-        if stages >= least:
-            return kernel._replace(stages=stages, shared_bytes=fixed + stages * stage)
-    return None
+def _staged(kernel: Kernel, fixed: int, stage: int, most: int, shared: int) -> Kernel:
+    """Return a kernel with as many stages as fit beside `fixed` bytes."""
+    room = (shared + _RESERVED) // kernel.least_blocks - _RESERVED
+    stages = min(most, (room - fixed) // stage)
+    return kernel._replace(stages=stages, shared_bytes=fixed + stages * stage)
 
 
-def _forward(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
+def _forward(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
     # Few threads, many elements each, several rows a block: latencies hide behind other rows.
     threads = min(512, _lanes(-(-count // (4 if count > 64 else 2))))
     vectors = -(-count // threads)
     slots = max(1, (_BLOCK if threads <= 64 else 2 * _BLOCK) // threads)
     block = threads * slots
-    kernel = kernel._replace(row_threads=threads, slots=slots, vectors=vectors, threads=block)
+    kernel = kernel._replace(
+        row_threads=threads, slots=slots, vectors=vectors, threads=block, least_blocks=1
+    )
     tables = 16 * threads * vectors * vector if kernel.n <= 4096 else 0
-    fixed, stage = tables + block + 8 * slots, _VECTOR_BYTES * vectors * block
-    most = max(1, min(4, (96 << 10) // stage))
-    return _staged(kernel._replace(least_blocks=1), fixed, stage, most, 1, shared)
+    stage = _VECTOR_BYTES * vectors * block
+    most = min(4, (96 << 10) // stage)
+    return _staged(kernel, tables + block + 8 * slots, stage, most, shared)
 
 
-def _short(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
+def _short(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
     threads = min(_WARP, _lanes(-(-count * vector // _ELEMENTS)))
     vectors = -(-count // threads)
-    kernel = kernel._replace(row_threads=threads, slots=_BLOCK // threads, vectors=vectors)
-    if vectors * vector > _ELEMENTS:
-        kernel = kernel._replace(least_blocks=1)
-    fixed, stage = 16 * threads * vectors * vector, 2 * _VECTOR_BYTES * vectors * _BLOCK
-    return _staged(kernel, fixed, stage, 4, 2, shared)
+    blocks = 2 if vectors * vector <= _ELEMENTS else 1
+    kernel = kernel._replace(
+        row_threads=threads, slots=_BLOCK // threads, vectors=vectors, least_blocks=blocks
+    )
+    stage = 2 * _VECTOR_BYTES * vectors * _BLOCK
+    return _staged(kernel, 16 * threads * vectors * vector, stage, 4, shared)
 
 
-def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
+def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
     vectors = _ELEMENTS // vector
     threads = _lanes(-(-count // vectors))
     blocks = 2 if threads <= 128 else 1
     kernel = kernel._replace(row_threads=threads, vectors=vectors, least_blocks=blocks)
     # gamma in float64 and float32; of a stage x and dy, a record of 48 bytes and three barriers.
     fixed, stage = 12 * count * vector, 2 * _VECTOR_BYTES * count + 48 + 24
-    found = _staged(kernel, fixed, stage, 16, 1, shared)
-    if found is None:
-        return None
     # Each stage belongs to one row warp. Odd rows take as many to ask for them. 20 warps leave 96 registers a
     # thread, 24 leave 80.
     odd, columns = kernel.n % vector != 0, threads // _WARP
     most = 4 if odd or blocks == 2 else 19 - columns if columns < 16 else 7
-    warps = min(found.stages, 8, most)
-    stages, asking = found.stages // warps * warps, warps if odd else 1
-    block, memory = threads + _WARP * (warps + asking), fixed + stages * stage
-    return found._replace(row_warps=warps, stages=stages, threads=block, shared_bytes=memory)
+    stages = _staged(kernel, fixed, stage, 16, shared).stages
+    warps = min(stages, 8, most)
+    block = threads + _WARP * (warps + (warps if odd else 1))
+    kernel = kernel._replace(row_warps=warps, threads=block)
+    return _staged(kernel, fixed, stage, stages // warps * warps, shared)
 
 
-def _general(kernel: Kernel, n: int, x: Dtype) -> Kernel:
-    vector = _VECTOR_BYTES // x.itemsize
+def _general(kernel: Kernel, n: int, vector: int) -> Kernel:
     if n <= 4 * _WARP * vector:
         kernel = kernel._replace(row_threads=_WARP, slots=_BLOCK // _WARP)
     # Two turns of a sum for each warp; the sums of the slots, and two row sums of each row of a chunk.
@@ -184,6 +181,8 @@ def _lanes(threads: int) -> int:
 
 def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
     """Return the number of chunks, runs of neighboring rows whose sums one block forms; and the rows of each."""
+    if kernel.forward:
+        return -(-rows // kernel.slots), kernel.slots
     most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * kernel.slots * (kernel.n > 0))
     number = _CHUNKS * kernel.least_blocks
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
@@ -192,15 +191,15 @@ def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
     return -(-rows // size), size
 
 
-# struct Parameters of layer_norm.cu, field by field.
-PARAMETERS = {
-    **dict.fromkeys(("x", "dy", "gamma", "beta", "out", "dgamma", "dbeta"), "Q"),
-    **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
-    **dict.fromkeys(("partials", "counter"), "Q"),
-    **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride"), "q"),
-    **dict.fromkeys(("chunk_rows", "chunks"), "q"),
-} | {"eps": "d", "barrier": "q"}
-FORMAT = "<" + "".join(PARAMETERS.values())
+def _parameters() -> Dtype:
+    """Return struct Parameters of layer_norm.cu as a dtype; each field has eight bytes, and so there is no padding."""
+    body = source().partition("struct Parameters {")[2].partition("};")[0]
+    found: dict[str, Any] = {}
+    for kind, names in re.findall(r"^ +(.+?) (\w+(?:, \w+)*);", body, re.MULTILINE):
+        numbers = {"long long": np.int64, "double": np.float64}
+        # Anything else is a pointer.
+        found |= dict.fromkeys(names.split(", "), numbers.get(kind, np.uint64))
+    return np.dtype(list(found.items()))
 
-# Returns the bytes of the one argument of a kernel, given its fields in the order of `PARAMETERS`.
-pack_parameters = struct.Struct(FORMAT).pack
+
+PARAMETERS = _parameters()
