@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 from interpreter import run_python
 
-from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
+from stablenorm import (
+    layer_norm_backward,
+    layer_norm_forward,
+    reference,
+    rms_norm_backward,
+    rms_norm_forward,
+    set_num_threads,
+)
+from stablenorm.functional import derivatives, forward
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Cache, Norm, Statistics
+from stablenorm.types import Cache, Gradients, Norm, Statistics
 
 native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
@@ -159,6 +167,44 @@ def test_results_in_any_order_of_rows_have_the_same_bits(step, rng):
     dx = layer_norm_backward(dy, cache).dx
     assert layer_norm_backward(dy, cache, out=(out, None, None)).dx.tobytes() == dx.tobytes()
     assert layer_norm_forward(x, cache.gamma, out=out)[0].tobytes() == y.tobytes()
+
+
+def refuse(*_, **__):
+    pytest.fail("this call is one for the kernels alone")
+
+
+X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+SPELLED = [
+    {"axis": (-1,)}, {"beta": X[1:2]}, {"axis": 1}, {"eps": 1}, {"eps": np.float32(1e-3)}, {"gamma_offset": 1},
+    {"residual": X.astype(np.float16)}, {"out": np.empty((12, 8), np.float32)[::-2]},
+]  # fmt: skip
+ASKED = [
+    {"wrt": "x"}, {"wrt": ["beta", "x"]}, {"out": [None, X[0].copy(), None]}, {"dy": np.broadcast_to(X[:1], X.shape)},
+    {"out": (None, X[0].copy(), X[1].copy()), "accumulate": True}, {"dsum": X.astype(np.float16)},
+    {"out": Gradients(np.empty((12, 8), np.float32)[::2], None, None)}, {"dy": X.astype(float)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("k", range(len(SPELLED)))
+def test_usual_ways_to_write_a_call_reach_the_kernels_at_once(k, monkeypatch):
+    """`wrt="x"` took ten times as long as the tuple of one, and `accumulate` eighty times the plain call."""
+    call, asked = {"x": X, "gamma": X[0], "beta": X[1], **SPELLED[k]}, {"dy": X, **ASKED[k]}
+    monkeypatch.setattr(forward, "run_plain", refuse)
+    monkeypatch.setattr(derivatives, "run_passes", refuse)
+    _, cache = rms_norm_forward(**call)
+    assert rms_norm_backward(cache=cache, **asked) is not None
+
+
+def test_arrays_that_are_made_plain_never_go_to_the_reference(monkeypatch, tmp_path):
+    y, cache = layer_norm_forward(X, X[0])
+    dx = layer_norm_backward(np.ones_like(X), cache).dx
+    monkeypatch.setattr(reference, "forward", refuse)
+    monkeypatch.setattr(reference, "backward", refuse)
+    out = np.memmap(tmp_path / "y", np.float32, "w+", shape=X.shape)
+    assert layer_norm_forward(X, X[0], out=out)[0] is out
+    assert out.tobytes() == y.tobytes()
+    one = np.broadcast_to(np.float32(1), X.shape)
+    assert layer_norm_backward(one, cache).dx.tobytes() == dx.tobytes()
 
 
 def test_the_instructions_of_the_environment_are_used_or_refused():
