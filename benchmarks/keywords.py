@@ -104,7 +104,7 @@ def keywords() -> Iterator[Way]:
         Way("gamma and beta per sample", both(scales, shifts), plain, by_samples, KERNELS),
         Way("`sum_axes=1`", both(gamma, beta, sums=1), plain, by_samples, KERNELS),
         Way("`where=`, a quarter of the rows is padding", rows, plain, by_rows, FUNCTIONAL),
-        Way("`accumulate=True`", accumulated, plain, added, FUNCTIONAL),
+        Way("`accumulate=True`", accumulated, plain, added, KERNELS),
         Way("`where=`, elements", both(gamma, beta, where=x > -1), plain),
         Way("`layer_norm_jvp`, beside the backward", lambda: sn.layer_norm_jvp(dy, cache), pull),
         Way("`layer_norm_double_backward`, beside the backward", second, pull),
