@@ -39,7 +39,7 @@ INLINE double larger(double a, double b) { return a < b ? b : a; }
 
 // The errors of a row: that of xhat is at most a |xhat| + b. m: M, or 0.
 struct Errors {
-    double a, b, m;
+    double a = 0, b = 0, m = 0;
 };
 
 // Arguments are upper bounds of sqrt(q), D**2 and M; m = 0 if x is centered first. D is at most 4 D**2 + 1 / 16; the guess

@@ -117,7 +117,7 @@ inline Errors ranges_of(const Call& c) {
 }
 
 // Bounds the errors of sums of pairs or of float64.
-inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
+inline void find_errors(const Call& c, int which, Index count, Block& of) {
     Errors worst = ranges_of(c);
     if (!c.in_pairs) {
         // Terms of dbeta are exact: its errors are those of its additions.
@@ -257,7 +257,7 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
     bool partial = unsummed || c.sums_type[which] == PARTIAL;
-    if (c.nearest) find_errors(c, which, start, count, of);
+    if (c.nearest) find_errors(c, which, count, of);
     if (partial) {
         double* out = unsummed ? c.partial[which] : (double*)c.sums_out[which];
         return put_partial(of, c.nearest, count, out + 3 * start);
