@@ -20,6 +20,10 @@ from stablenorm.types import Array
 
 Lead = tuple[int, ...]
 
+# Addresses a multiple of PAGE apart share a set of the first-level cache, of 8 lines. Strips of 16 elements halve the time
+# of (256, 1024), (1024, 256) and (8, 64, 32, 32) over axis 0 or 1; below CROWDED they take 5 % longer (AMD EPYC, 2026-11-27).
+PAGE, CROWDED, STRIP = 4096, 1 << 18, 16
+
 
 class Layout(NamedTuple):
     """How arrays of the shape of x are seen as rows, and gamma and beta as theirs."""
@@ -63,14 +67,14 @@ class Layout(NamedTuple):
             return moved[np.unravel_index(rows, self.leading)].reshape(len(rows), self.shape[1])
         found = memory.empty((len(rows), self.shape[1]), moved.dtype)
         for box, some in _boxes(self.leading, rows.start, rows.stop):
-            found[some].reshape(moved[box].shape)[...] = moved[box]
+            _copy(moved[box], found[some].reshape(moved[box].shape))
         return found
 
     def write(self, moved: Array, rows: range | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
         if isinstance(rows, range):
             for box, some in _boxes(self.leading, rows.start, rows.stop):
-                moved[box] = found[some].reshape(moved[box].shape)
+                _copy(found[some].reshape(moved[box].shape), moved[box])
         else:
             index = np.unravel_index(rows, self.leading)
             moved[index] = found.reshape(len(rows), *self.last)
@@ -114,6 +118,18 @@ def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
     if parameter is None:
         return (1,) * (ndim - len(axes))
     return (1,) * (ndim - parameter.ndim) + parameter.shape[: parameter.ndim - len(axes)]
+
+
+def _copy(source: Array, to: Array) -> None:
+    """Copy an array, by strips if the lines of cache that a transposing copy reads would drive one another out."""
+    axis = min(
+        (i for i, n in enumerate(to.shape) if n > 1), key=lambda i: abs(to.strides[i]), default=0
+    )
+    crowding = to.shape[axis] * math.gcd(source.strides[axis], PAGE)
+    step = STRIP if crowding >= CROWDED else max(to.shape[axis], 1)
+    for j in range(0, to.shape[axis], step):
+        strip = (slice(None),) * axis + (slice(j, j + step),)
+        to[strip] = source[strip]
 
 
 def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
