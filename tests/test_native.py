@@ -195,6 +195,16 @@ def test_usual_ways_to_write_a_call_reach_the_kernels_at_once(k, monkeypatch):
     assert rms_norm_backward(cache=cache, **asked) is not None
 
 
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+def test_parameters_with_an_axis_of_one_take_the_sums_that_integers_finish(rounding):
+    x, gamma = X.astype(float) * np.array([[1e300], *5 * [[1.0]]]), X[:1].astype(float)
+    _, cache = layer_norm_forward(x, gamma, rounding=rounding)
+    _, flat = layer_norm_forward(x, gamma[0], rounding=rounding)
+    dgamma = layer_norm_backward(x, cache).dgamma
+    assert dgamma.shape == (1, 8)
+    assert dgamma.tobytes() == layer_norm_backward(x, flat).dgamma.tobytes()
+
+
 def test_arrays_that_are_made_plain_never_go_to_the_reference(monkeypatch, tmp_path):
     y, cache = layer_norm_forward(X, X[0])
     dx = layer_norm_backward(np.ones_like(X), cache).dx

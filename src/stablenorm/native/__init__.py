@@ -126,9 +126,8 @@ def _finish_backward(
     n = x.shape[-1]
     like_x = (dy, x, out.dx, dsum)
     rows_of: Any = [None if each is None else _as_matrix(each) for each in like_x]
-    sums: Any = out[1:]
-    if samples > 1:
-        sums = [None if each is None else each.reshape(samples, n) for each in sums]
+    shape = (n,) if samples == 1 else (samples, n)
+    sums: Any = [None if each is None else each.reshape(shape) for each in out[1:]]
     of_dy, of_x, of_dx, of_dsum = rows_of
     call = Backward(of_dy, of_x, norm, kept, of_dx, sums[0], sums[1], of_dsum, samples=samples)
     of_sample, columns = marks.reshape(samples, -1), columns.reshape(samples, 2, n)
