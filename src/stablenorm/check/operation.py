@@ -30,6 +30,8 @@ def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         # 160 characters, with the words before them, are two lines of a terminal.
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        # One that an adapter has put into words already.
+        said = str(error) if isinstance(error, FaultError) else said
         msg = f"{name} raised {said}".removesuffix(": ")
         raise FaultError(msg, raised=True) from None
 
