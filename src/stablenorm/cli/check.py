@@ -44,7 +44,7 @@ from copy import deepcopy
 import numpy as np
 
 from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.check.cases import example
+from stablenorm.check.closed_form import example
 from stablenorm.check.operation import FaultError
 from stablenorm.check.roles import key_of
 from stablenorm.cli import parts

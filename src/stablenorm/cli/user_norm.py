@@ -89,7 +89,7 @@ class UserFile:
         usual = (spelled[key] for key in roles.usual_names(way, kind) if key in spelled)
         name = given or next(usual, "")
         if callable(self._names.get(name)):
-            return name, self.told()(self._names[name])
+            return name, self._names[name]
         held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
@@ -120,7 +120,7 @@ class UserFile:
             raise
         # SystemExit too: exit() in a function ends the function, not the check.
         except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
-            place, text = self._name, " ".join(str(error).split())[:_LONGEST]
+            place, text = self._name, " ".join(str(error).split())[:_LONGEST].strip()
             if isinstance(error, SyntaxError):
                 place, text = f"{Path(error.filename or place).name}:{error.lineno}", error.msg
             # The innermost line of the file itself: what it calls is seldom to blame.
@@ -155,7 +155,8 @@ def adapt_functions(
 
     @functools.wraps(forward)
     def call(*args: Any, **options: Any) -> Any:
-        result = forward(*args, **options)
+        with file.told():
+            result = forward(*args, **options)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise FaultError(msg)
@@ -163,7 +164,8 @@ def adapt_functions(
 
     @functools.wraps(backward)
     def pull(*args: Any, **options: Any) -> Any:
-        returned = backward(*args, **options)
+        with file.told():
+            returned = backward(*args, **options)
         return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
     usual_forward, usual_backward, takes = roles.adapt(call, pull)
