@@ -94,10 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
         functions = norm.forward, norm.backward
         report = check(*functions, *data, arguments.eps, **options, progress=progress)
-    shape = data[0].shape
-    asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
-    content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
-    parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
+    held = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
+    held |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
+    parts.write_json(arguments.json, held | {"report": report.as_dict()})
     parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
     parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
