@@ -11,7 +11,7 @@ import pytest
 
 import stablenorm.cli.run as job
 from stablenorm import layer_norm, layer_norm_forward
-from stablenorm.cli import main
+from stablenorm.cli import main, parts
 from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -55,6 +55,14 @@ def test_right_results_of_unusual_data_are_no_failure(arrays, words, tmp_path, c
     assert main(["run", save(tmp_path, **arrays)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [each for each in words.split("|") if each not in out] == []
+
+
+def test_a_terminal_shows_how_far_run_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(parts, "_is_terminal", lambda stream: stream is sys.stderr)
+    assert main(["run", save(tmp_path, x=X)]) == 0
+    err = capsys.readouterr().err
+    assert "\rsections: 3 of 4\x1b[K" in err
+    assert err.endswith("\r\x1b[K")
 
 
 def test_without_a_command_the_help_is_shown(capsys):

@@ -104,7 +104,7 @@ def check_gradients(
     """
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
     arrays, spans = _check_args(args, names, scales)
-    operation = Operation(forward, backward, len(args))
+    operation = Operation(forward, backward, [*arrays])
     try:
         loss = Loss(operation, [*arrays.values()], spans, rng)
         results, findings = _check(loss, probes, max_elements, progress)

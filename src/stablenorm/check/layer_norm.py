@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check import cases, closed_form
+from stablenorm.check import closed_form
 from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.differences import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.operation import Backward, FaultError, Operation
-from stablenorm.check.results import ArgumentResult, Finding, GradientReport
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
 from stablenorm.text import shape_text
@@ -138,7 +138,7 @@ def _check(
     with contextlib.suppress(TypeError, ValueError):
         forward, backward, takes = adapt(forward, backward)
     if x is None:
-        x, *ours = cases.example((4, 8), rng)
+        x, *ours = closed_form.example((4, 8), rng)
         gamma = ours[0] if gamma is None else gamma
         beta = ours[1] if beta is None and "beta" in takes else beta
     x, (gamma, beta) = np.array(x), (None if a is None else np.array(a) for a in (gamma, beta))
@@ -153,7 +153,7 @@ def _check(
         scale = np.where(scale > 0, scale, 1)
     options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
     report = check_gradients(lambda *a: forward(*a, eps), backward, [x, gamma, beta], **options)
-    operation, findings = Operation(forward, backward, 3), list(report.findings)
+    operation, findings = Operation(forward, backward, ARGUMENTS[:3]), list(report.findings)
     for each in report.arguments:
         if each.message == NOT_RETURNED:
             name = f"d{each.name} is checked"
@@ -197,14 +197,15 @@ def _look(
         findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
     given = given._replace(eps=eps)
     # Every element, on the caller's data and on ours; y first.
-    found = [closed_form.judge(operation, each) for each in (given, cases.ordinary(given, rng))]
+    both = given, closed_form.ordinary(given, rng)
+    found = [closed_form.judge(operation, each) for each in both]
     equation = "y = gamma xhat + beta"
     for each in found[::-1]:
         if each["y"].wrong:
             findings.append(Finding("closed form", equation, "FAIL", _about_y(each["y"])))
             return {}, diagnose([each["y"]])
     judged = {name: [each[name] for each in found] for name in found[0] if name != "y"}
-    right = [n for n, both in judged.items() if all(each.right for each in both)]
+    right = [n for n, outputs in judged.items() if all(each.right for each in outputs)]
     for name in (equation, *(f"every element of {n} is right" for n in right)):
         findings.append(Finding("closed form", name, "PASS"))
     findings[:0] = _identities(found[0])
@@ -215,11 +216,12 @@ def _look(
         # The two data sets must not contradict one another.
         return judged, tuple(s for s in said[-1] if all(s in each for each in said))
 
-    base = cases.ordinary(given, rng, cases.few(given))
-    ours = cases.equivalent(given, base, rng, takes_eps=takes_eps)
-    for layer, problems in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
+    base = closed_form.ordinary(given, rng, closed_form.few(given))
+    ours = closed_form.equivalent(given, base, rng, takes_eps=takes_eps)
+    hard = closed_form.hard_inputs(base, rng)
+    for layer, problems in (("closed form", ours), ("hard inputs", hard)):
         for case in problems:
-            findings.append(Finding(layer, case.name, *cases.judge_case(operation, case)))
+            findings.append(Finding(layer, case.name, *closed_form.judge_case(operation, case)))
     return judged, ()
 
 
@@ -280,7 +282,8 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
         return result
     wrong, z = each.wrong, each.z if each.wrong else each.z_plain
     pattern = name_pattern((z > 1).reshape(each.shape)) if wrong else ""
-    if result.verdict == ("FAIL" if wrong else "PASS"):
+    verdict: Verdict = "FAIL" if wrong else "PASS"
+    if result.verdict == verdict:
         seen = result.resolution if wrong else min(result.resolution, each.resolution)
         return replace(result, pattern=pattern, resolution=seen)
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
@@ -289,5 +292,4 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     actual, value, bound = (float(a.flat[place]) for a in (each.actual, each.value, each.plain))
     counts = z.size, result.total, result.probes, int(np.sum(z > 1)), place_of(place, each.shape)
     rest = each.resolution, message * wrong, "closed form", pattern
-    made = ArgumentResult(result.name, "PASS", *counts, actual, value, bound, 0.0, *rest)
-    return replace(made, verdict="FAIL") if wrong else made
+    return ArgumentResult(result.name, verdict, *counts, actual, value, bound, 0.0, *rest)

@@ -1,6 +1,6 @@
 """Call the functions under test safely, and measure what they return."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,33 +22,28 @@ class FaultError(Exception):
         self.raised = raised
 
 
-def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        # Squares may overflow and roots have no value: that is looked at, not warned of.
-        with np.errstate(all="ignore"):
-            return function(*args)
-    except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-        # 160 characters, with the words before them, are two lines of a terminal.
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        msg = f"{name} raised {said}".removesuffix(": ")
-        raise FaultError(msg, raised=True) from None
-
-
 class Operation:
-    """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
+    """A forward and its backward; watches the calls, and turns what they raise into a FaultError."""
 
-    def __init__(self, forward: Callable[..., Any], backward: Backward, arguments: int):
-        self._forward, self._backward, self._arguments = forward, backward, arguments
+    def __init__(self, forward: Callable[..., Any], backward: Backward, names: Sequence[str]):
+        self._forward, self._backward, self._names = forward, backward, names
         self.forward_calls = self.backward_calls = 0
+        # Words for the arrays that a "forward" or a "backward" has modified.
+        self.modified: dict[str, str] = {}
         # A warning about results that do not last; empty where they do.
         self.overwritten = ""
+        # The copies of the arguments that the latest forward was given, by name.
+        self._given: list[tuple[str, Any]] = []
         # The latest array of each result as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
 
-    def forward(self, args: Given, *eps: float, copy: bool = True) -> tuple[Array, Any]:
-        """Return (y, cache) for copies of `args`, or for these themselves; a layer norm takes `eps`."""
+    def forward(self, args: Given, *eps: float) -> tuple[Array, Any]:
+        """Return (y, cache) for copies of `args`; a layer norm takes `eps`."""
         self.forward_calls += 1
-        result = _called("forward", self._forward, *(copies(args) if copy else args), *eps)
+        # A function that modifies its arguments must not reach the next call.
+        own = [None if a is None else a.copy() for a in args]
+        self._given = [*zip(self._names, own, strict=True)]
+        result = self._watched("forward", self._forward, self._given, *own, *eps)
         many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         if many != " of 2":
             msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
@@ -58,15 +53,35 @@ class Operation:
     def gradients(self, dy: Array, cache: Any) -> list[Any]:
         """Return the gradients as a list, one for each argument; or FaultError says what came."""
         self.backward_calls += 1
-        returned = _called("backward", self._backward, dy, cache)
+        held = [("dy", dy), *self._given, ("the cache", cache)]
+        returned = self._watched("backward", self._backward, held, dy, cache)
         wanted, came = "a tuple, NamedTuple or list of gradients", type(returned).__name__
         if isinstance(returned, (tuple, list)):
-            if len(returned) == self._arguments:
+            if len(returned) == len(self._names):
                 both = enumerate(returned)
                 return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
-            wanted, came = f"{self._arguments} gradients, one for each argument", f"{len(returned)}"
+            wanted = f"{len(self._names)} gradients, one for each argument"
+            came = f"{len(returned)}"
         msg = f"backward must return {wanted}, got {came}"
         raise FaultError(msg)
+
+    def _watched(self, way: str, function: Any, held: list[tuple[str, Any]], *args: Any) -> Any:
+        """Call a function, and remember which of the arrays that it can reach it modifies."""
+        before = [(name, a, a.tobytes()) for name, each in held for a in leaves(each)]
+        try:
+            # Squares may overflow and roots have no value: that is looked at, not warned of.
+            with np.errstate(all="ignore"):
+                result = function(*args)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            # 160 characters, with the words before them, are two lines of a terminal.
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            # One that an adapter has put into words already.
+            said = str(error) if isinstance(error, FaultError) else said
+            msg = f"{way} raised {said}".removesuffix(": ")
+            raise FaultError(msg, raised=True) from None
+        if changed := dict.fromkeys(name for name, a, held in before if a.tobytes() != held):
+            self.modified[way] = f"the {way} modifies {', '.join(changed)}"
+        return result
 
     def _copied(self, name: str | int, result: Array) -> Array:
         """Copy a result, since the next call may fill the same array; remember if one has."""
@@ -91,9 +106,14 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     return array
 
 
-def copies(args: Given) -> list[Array | None]:
-    """Copy each array: what a function does to its arguments must not reach the next call."""
-    return [None if a is None else a.copy() for a in args]
+def leaves(thing: Any, depth: int = 4) -> Iterator[Array]:
+    """Yield the arrays in a cache, as deep as that of a layer in a block in a model has them."""
+    if isinstance(thing, np.ndarray):
+        yield thing
+    elif depth and not isinstance(thing, type):
+        held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+        for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
+            yield from leaves(part, depth - 1)
 
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:

@@ -6,14 +6,14 @@ one `Finding`, whose message is one line, also where the functions raise.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from stablenorm.check.differences import Argument
-from stablenorm.check.operation import FaultError, Loss, as_array, copies, flat, rms, unit_roundoff
+from stablenorm.check.operation import FaultError, Loss, as_array, flat, leaves, rms, unit_roundoff
 from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
@@ -36,23 +36,25 @@ class CallRules:
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
-        modified, random = self._modified, self._random
+        modified, pulled = self._operation.modified, self._pulls([self._dy] * _RUNS)
         # A rule returns the words for what is wrong.
-        rules: list[tuple[Any, ...]] = [
-            ("the forward leaves its arguments alone", modified, "forward"),
-            ("the forward is deterministic", random, "forward"),
-            ("the backward leaves dy, the cache and the arguments alone", modified, "backward"),
-            ("the backward is deterministic, and a cache can be used twice", random, "backward"),
+        rules: list[tuple[str, Callable[[], str]]] = [
+            ("the forward leaves its arguments alone", lambda: modified.get("forward", "")),
+            ("the forward is deterministic", lambda: _differ(*self._outputs())),
+            ("the backward leaves dy, the cache and the arguments alone",
+             lambda: modified.get("backward", "")),
+            ("the backward is deterministic, and a cache can be used twice",
+             lambda: _differ(*pulled)),
             ("the backward is linear in dy", self._linear),
             ("the backward uses the cache that it is given", self._uses_its_cache),
-        ]
+        ]  # fmt: skip
         found: list[Finding] = []
-        for name, rule, *way in rules[: None if backward else 2]:
+        for name, rule in rules[: None if backward else 2]:
             # Gradients that differ at each call would be blamed on the cache too.
             if rule == self._uses_its_cache and any(f.verdict == "FAIL" for f in found):
                 break
             try:
-                message = rule(*way)
+                message = rule()
             except FaultError as fault:
                 message = str(fault)
             found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
@@ -86,26 +88,11 @@ class CallRules:
             returned = self._operation.gradients(each.reshape(dy.shape).astype(dy.dtype), cache)
             yield {name: a.settled(returned) for name, a in self._arguments.items()}
 
-    def _random(self, way: str) -> str:
-        """Say which results differ, and how far, where a call is repeated."""
-        if way == "backward":
-            return _differ(*self._pulls([self._dy] * _RUNS))
-        again = ({"y": self._operation.forward(self._loss.args)[0]} for _ in range(1, _RUNS))
-        return _differ({"y": self._loss.y_as_returned}, *again)
-
-    def _modified(self, way: str) -> str:
-        """Say which arrays a call modifies."""
-        args, dy, cache = copies(self._loss.args), self._loss.dy.copy(), None
-        if way == "backward":
-            cache = self._operation.forward(args, copy=False)[1]
-        held = [("dy", dy), *zip(self._loss.spans, args, strict=True), ("the cache", cache)]
-        before = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
-        if way == "backward":
-            self._operation.gradients(dy, cache)
-        else:
-            self._operation.forward(args, copy=False)
-        changed = dict.fromkeys(name for name, a, held in before if a.tobytes() != held)
-        return f"the {way} modifies {', '.join(changed)}" if changed else ""
+    def _outputs(self) -> Iterator[dict[str, Array]]:
+        """Yield the y of the same call again and again."""
+        yield {"y": self._loss.y_as_returned}
+        for _ in range(1, _RUNS):
+            yield {"y": self._operation.forward(self._loss.args)[0]}
 
     def _linear(self) -> str:
         """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
@@ -133,7 +120,7 @@ class CallRules:
         # Some objects cannot be copied; a closure is its own copy, with all in it.
         with suppress(Exception):
             copied = copy.deepcopy(cache)
-        ours, theirs = (set(map(id, _arrays_in(each))) for each in (cache, copied))
+        ours, theirs = (set(map(id, leaves(each))) for each in (cache, copied))
         is_copy = bool(theirs) and theirs.isdisjoint(ours)
         moved, right = [*loss.args], {n: each.gradient for n, each in self._arguments.items()}
         for i, (a, span) in enumerate(zip(moved, loss.spans.values(), strict=True)):
@@ -155,16 +142,6 @@ class CallRules:
                     return _LATEST
                 self._operation.overwritten = _OVERWRITTEN if is_copy else _UNKNOWN
         return ""
-
-
-def _arrays_in(thing: Any, depth: int = 4) -> Iterator[Array]:
-    """Yield the arrays in a cache, as deep as that of a layer in a block in a model has them."""
-    if isinstance(thing, np.ndarray):
-        yield thing
-    elif depth and not isinstance(thing, type):
-        held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
-        for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
-            yield from _arrays_in(part, depth - 1)
 
 
 def _bound(a: Array) -> float:

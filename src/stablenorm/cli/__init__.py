@@ -71,7 +71,7 @@ def _answer(error: BaseException) -> int:
             where = f" ({error.filename})" if error.filename else ""
             return _say(f"{error.strerror or error}{where}")
         case InputError():
-            return _say(error.line())
+            return _say(error)
     # The kernels refuse a variable of the environment when they are loaded, by any command.
     if isinstance(error, ImportError) or str(error).startswith("STABLENORM_"):
         return _say(error)

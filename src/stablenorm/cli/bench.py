@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     cases = list(itertools.product(shapes, dtypes))
     for shape, dtype in cases:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
-        what = f"--shape must fit in memory, got {shape_text(shape)}"
-        parts.check_memory(what, 7 * math.prod(shape) * parse(dtype).itemsize, "take fewer rows")
+        parts.check_memory(7 * math.prod(shape) * parse(dtype).itemsize)
     # A backend that is named twice is one backend.
     backends = dict.fromkeys(map(choose, arguments.backend or timing.usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))

@@ -44,17 +44,11 @@ from copy import deepcopy
 import numpy as np
 
 from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.check.cases import example
+from stablenorm.check.closed_form import example
+from stablenorm.check.operation import FaultError
 from stablenorm.check.roles import key_of
 from stablenorm.cli import parts
-from stablenorm.cli.user_norm import (
-    Norm,
-    UserError,
-    UserFile,
-    adapt_class,
-    adapt_functions,
-    running,
-)
+from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_functions, running
 from stablenorm.formats import parse
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -84,13 +78,11 @@ OPTIONS = {
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
-    shape = arguments.shape or ()
-    what = f"--shape must fit in memory, got {shape_text(shape)}"
-    needed = 8 * math.prod(shape) * parse(arguments.dtype).itemsize
-    parts.check_memory(what, needed, "take fewer rows")
+    parts.check_memory(8 * math.prod(arguments.shape or ()) * parse(arguments.dtype).itemsize)
     with (
         # A result that the check cannot judge: a traceback helps nobody.
         parts.refusing(Exception, what="the check cannot go on: ", named=True),
+        parts.refusing(FaultError),
         parts.progress_bar("comparing") as progress,
         running(arguments.file) as file,
     ):
@@ -102,10 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
         functions = norm.forward, norm.backward
         report = check(*functions, *data, arguments.eps, **options, progress=progress)
-    shape = data[0].shape
-    asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
-    content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
-    parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
+    held = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
+    held |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
+    parts.write_json(arguments.json, held | {"report": report.as_dict()})
     parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
     parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
@@ -132,7 +123,7 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
 
 def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list[str]]:
     """Return x, gamma and beta of the first shape that both functions accept, and why others were rejected."""
-    notes, accepted, refused = list[str](), list[_Data](), list[UserError]()
+    notes, accepted, refused = list[str](), list[_Data](), list[FaultError]()
     for shape in [tuple(arguments.shape)] if arguments.shape else _SHAPES:
         arrays = example(shape, np.random.default_rng(arguments.seed))
         x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
@@ -141,9 +132,9 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
             # A copy: code that modifies its x is for the check to judge.
             wrong = _objection(norm, deepcopy(data), arguments.eps)
             accepted.append(data)
-        except UserError as error:
-            wrong = error.line()
-            refused.append(error)
+        except FaultError as fault:
+            wrong = str(fault)
+            refused.append(fault)
         if not wrong:
             return data, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
@@ -158,11 +149,11 @@ def _objection(norm: Norm, data: _Data, eps: float) -> str:
     y, cache = norm.forward(*data, eps)
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
-    except UserError as error:
-        # Its gradients cannot be told apart: then nothing can be checked.
-        if type(error) is UserError:
-            raise
-        return error.line()
+    except FaultError as fault:
+        # Where gradients that are returned cannot be told apart, nothing can be checked.
+        if fault.raised:
+            return str(fault)
+        raise
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:

@@ -40,7 +40,7 @@ class Member(NamedTuple):
             wanted, came = shape_text(shape or ()), shape_text(like.shape)
             msg = f"{label} must have shape {wanted} to match x, got {came}"
             raise InputError(msg)
-        check_memory(f"{label} must fit in memory", like.nbytes)
+        check_memory(like.nbytes)
         with _whole(label):
             # NumPy saves bfloat16 as two raw bytes per element.
             array = read().reshape(like.shape)

@@ -36,13 +36,7 @@ _UNBROKEN = 10_000
 
 
 class InputError(Exception):
-    """Input that cannot be used; `prefix` and the text are the one line to show."""
-
-    prefix = ""
-
-    def line(self) -> str:
-        """Return the line."""
-        return f"{self.prefix}{self}"
+    """Input that cannot be used; the text is the one line to show."""
 
 
 @contextmanager
@@ -58,28 +52,20 @@ def refusing(*kinds: type[Exception], what: str = "", named: bool = False) -> It
 
 
 def check_file(path: Path, wanted: str, suffix: str = "") -> None:
-    """Refuse what is no file, or is named otherwise, and say what is there."""
+    """Refuse what is no file (a pipe would never end), or is named otherwise."""
     if not path.is_file() or not path.name.lower().endswith(suffix):
-        kinds = {
-            "a directory": path.is_dir,
-            "a pipe": path.is_fifo,
-            "a file": path.is_file,
-            "a device": path.exists,
-            "a link that leads nowhere": path.is_symlink,
-        }
-        found = next((name for name, is_so in kinds.items() if is_so()), "which is not there")
-        msg = f"FILE must be {wanted}, got {path}, {found}"
+        msg = f"FILE must be {wanted}, got {path}{', which is not there' * (not path.exists())}"
         raise InputError(msg)
 
 
-def check_memory(what: str, needed: int, cure: str = "save fewer rows") -> None:
-    """Refuse what does not fit in memory: the system would end the process, not warn."""
+def check_memory(needed: int) -> None:
+    """Refuse so many bytes if they do not fit in memory: the system would end the process, not warn."""
     # Windows does not say how much there is.
     with suppress(AttributeError):
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > there:
-            msg = f"{what}, which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; {cure}"
-            raise InputError(msg)
+            msg = f"{needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
+            raise MemoryError(msg)
 
 
 def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:

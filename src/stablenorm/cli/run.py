@@ -121,7 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
     if msg := _objection(problem):
         raise parts.InputError(msg)
     write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    sections = [tell(problem, results) for tell in (_accuracy, _losses, _gradients, _cost)]
+    sections = list[Section]()
+    with parts.progress_bar("sections") as progress:
+        for tell in (_accuracy, _losses, _gradients, _cost):
+            progress(len(sections), 4)
+            sections.append(tell(problem, results))
     verdicts = [section.verdict for section in sections]
     verdict = "A CHECK FAILED." if "FAIL" in verdicts else "All checks passed."
     verdict = "No check failed." if set(verdicts) == {"PASS", "INCONCLUSIVE"} else verdict
@@ -156,8 +160,7 @@ def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
         msg = f"{source} must hold an array named x, got {held}"
         raise parts.InputError(msg)
     # x, dy, y and dx at least.
-    what = "x must fit in memory, with y, dx and dy, to be checked"
-    parts.check_memory(what, 4 * members["x"].like.nbytes)
+    parts.check_memory(4 * members["x"].like.nbytes)
     x = members["x"].load()
     shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
     gamma, beta, dy = (

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.check import roles
+from stablenorm.check.operation import FaultError
 from stablenorm.check.roles import NAMES, PARAMETERS, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError, check_file
 from stablenorm.text import shape_text
@@ -30,10 +31,6 @@ _METHODS = {way: (way, f"{way}_pass") for way in ("forward", "backward")}
 # The name that the file runs under: not "__main__", and nobody's module.
 _MODULE = "_checked_by_stablenorm"
 _STREAMS = "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"
-
-
-class UserError(InputError):
-    """Something is wrong with the user's code; an error that it raised gives its name to the type."""
 
 
 class _Nothing(io.TextIOWrapper):
@@ -116,14 +113,14 @@ class UserFile:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Raise what the code raises as an error of the same name that says where; a decorator, too."""
+        """Raise what the code raises as a FaultError that says where; a decorator, too."""
         try:
             yield
         except (KeyboardInterrupt, MemoryError):
             raise
         # SystemExit too: exit() in a function ends the function, not the check.
         except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
-            place, text = self._name, " ".join(str(error).split())[:_LONGEST]
+            place, text = self._name, " ".join(str(error).split())[:_LONGEST].strip()
             if isinstance(error, SyntaxError):
                 place, text = f"{Path(error.filename or place).name}:{error.lineno}", error.msg
             # The innermost line of the file itself: what it calls is seldom to blame.
@@ -132,9 +129,8 @@ class UserFile:
                     place = f"{self._name}:{frame.lineno}"
             if isinstance(error, SystemExit):
                 place += "; put what is not to be run under if __name__ == '__main__':"
-            kind = type(error).__name__
-            named: type[UserError] = type(kind, (UserError,), {"prefix": f"{kind}: "})
-            raise named(f"{text} at {place}".strip()) from None
+            msg = " ".join(filter(None, (f"{type(error).__name__}:", text, f"at {place}")))
+            raise FaultError(msg, raised=True) from None
 
 
 class Norm(NamedTuple):
@@ -163,7 +159,7 @@ def adapt_functions(
             result = forward(*args, **options)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
-            raise UserError(msg)
+            raise FaultError(msg)
         return result
 
     @functools.wraps(backward)
@@ -180,7 +176,7 @@ def adapt_functions(
 def _complete(
     found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return dx, dgamma and dbeta, or UserError if a required one is missing."""
+    """Return dx, dgamma and dbeta, or FaultError if a required one is missing."""
     if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
         what = type(returned).__name__
         if isinstance(returned, Mapping):
@@ -191,7 +187,7 @@ def _complete(
             what = f"one array of shape {shape_text(returned.shape)}"
         wanted = ", ".join(f"d{role}" for role in ("x", *takes))
         msg = f"the backward must return {wanted}, got {what}"
-        raise UserError(msg)
+        raise FaultError(msg)
     return found["x"], found.get("gamma"), found.get("beta")
 
 
@@ -202,7 +198,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     for shape in ((2, 3, n), (6, n)):
         if not _places(made, "gamma"):
             # The first forward may make the parameters.
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(FaultError):
                 file.method(made, "forward")(np.ones(shape))
     takes = tuple(role for role in PARAMETERS if _places(made, role))
 
@@ -245,7 +241,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
 
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
-    """Return an instance for rows of n; UserError says what was tried."""
+    """Return an instance for rows of n; FaultError says what was tried."""
     # A class may want its parameters by name; bias=True, which has a default, is something else.
     wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
@@ -261,11 +257,11 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
             if not places or places[0].value.size == n:
                 return instance
             why = f"{places[0].name} does not have {n} elements"
-        except UserError as error:
-            why = error.line()
+        except FaultError as error:
+            why = str(error)
         said.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
     msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(said)}"
-    raise UserError(msg)
+    raise FaultError(msg)
 
 
 def _of_dy(backward: Callable[..., Any], x: Array, cache: Sequence[Any]) -> Callable[[Array], Any]:
