@@ -7,6 +7,7 @@ depend on the device and change no bit.
 """
 
 import re
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,4 +203,11 @@ def _parameters() -> Dtype:
     return np.dtype(list(found.items()))
 
 
-PARAMETERS = _parameters()
+_PARAMETERS = _parameters()
+_STRUCT = struct.Struct("".join(_PARAMETERS[name].char for name in _PARAMETERS.names or ()))
+
+
+def pack(*values: float) -> np.ndarray[Any, Any]:
+    """Return the values of the fields of struct Parameters as an array of one element."""
+    # A third of the time of np.array.
+    return np.frombuffer(_STRUCT.pack(*values), _PARAMETERS)
