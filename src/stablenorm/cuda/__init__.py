@@ -8,7 +8,7 @@ addresses. Everything happens on the device of x and its current stream, without
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -51,37 +51,42 @@ def find_plan(
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
+    device = _device_of(x=x, gamma=gamma, beta=beta, out=y)
 
-    def work(cupy: Any, device: int) -> Statistics:
+    def work(cupy: Any) -> Statistics:
         n, pairs = _length(x, axes), x.dtype.itemsize == 8
         rows = x.size // n
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        kept = Statistics(*cupy.empty((5 if pairs else 3, rows), np.float64))
+        count = 5 if pairs else 3
+        words = cupy.empty((count, rows), np.float64)
+        kept = Statistics(*[words[i] for i in range(count)])
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            _launch(cupy, device, axes, n, (x, None, gamma, beta, y, None, None), kept, eps)
+            given = x, None, gamma, beta, y, None, None
+            _launch(cupy, device.id, axes, n, given, kept, eps)
         return kept
 
-    return _on_device(work, x=x, gamma=gamma, beta=beta, out=y)
+    return cast(Statistics, _on_device(device, work))
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
     (dy, _), (x, axes), (gamma, *_), kept, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
+    outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
+    device = _device_of(x=x, dy=dy, gamma=gamma, **outs)
 
-    def work(cupy: Any, device: int) -> None:
+    def work(cupy: Any) -> None:
         if x.size:
             given = x, dy, gamma, None, dx, dgamma, dbeta
-            _launch(cupy, device, axes, _length(x, axes), given, kept, 0.0)
+            _launch(cupy, device.id, axes, _length(x, axes), given, kept, 0.0)
             return
         for total in (dgamma, dbeta):
             if total is not None:
                 total[...] = 0
 
-    outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    _on_device(work, x=x, dy=dy, gamma=gamma, **outs)
+    _on_device(device, work)
 
 
 def _launch(
@@ -133,33 +138,37 @@ def _length(x: Any, axes: tuple[int, ...]) -> int:
     return math.prod([shape[axis] for axis in axes])
 
 
-def _on_device(work: Callable[[Any, int], Any], **places: Any) -> Any:
-    """Work with CuPy on the one device of all arrays, the current one then; if its memory is not enough, say the cure."""
+def _device_of(**places: Any) -> Any:
+    """Return the one device of all arrays."""
     device = places["x"].device
-    number = device.id
     for name, array in places.items():
-        if array is not None and array.device.id != number:
+        if array is not None and array.device.id != device.id:
             msg = (
-                f"{name} must be on device {number}, like x, got device {array.device.id}; "
-                f"copy it there: with cupy.cuda.Device({number}): {name} = cupy.array({name})"
+                f"{name} must be on device {device.id}, like x, got device {array.device.id}; "
+                f"copy it there: with cupy.cuda.Device({device.id}): {name} = cupy.array({name})"
             )
             raise ValueError(msg)
+    return device
+
+
+def _on_device(device: Any, work: Callable[[Any], Any]) -> Any:
+    """Do work with CuPy, this device being the current one; if its memory is not enough, say the cure."""
     try:
         with device:
-            return work(driver.import_cupy(), number)
+            return work(driver.import_cupy())
     except (RuntimeError, MemoryError) as error:
         line = first_line(error)
         if not isinstance(error, MemoryError) and not any(word in line for word in _NO_MEMORY):
             raise
         msg = (
-            f"too little memory on CUDA device {number} ({line}); let go of arrays and call "
+            f"too little memory on CUDA device {device.id} ({line}); let go of arrays and call "
             "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
         )
         raise MemoryError(msg) from error
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    return _on_device(lambda cupy, _: cupy.empty(shape, dtype), x=like)
+    return _on_device(like.device, lambda cupy: cupy.empty(shape, dtype))
 
 
 # How the public functions handle these arrays; those of the shape of x are handed over with their axes.
