@@ -34,11 +34,7 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 def find_plan(
     device: int, rows: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
 ) -> tuple[Kernel, Any, int, tuple[int, int], int]:
-    """
-    Return all of a launch but addresses and strides, given shape and dtypes.
-
-    A kernel; its loaded function; the number of blocks; that of chunks and of their rows; bytes of partial sums.
-    """
+    """Return all of a launch but addresses and strides, given shape and dtypes; last the bytes of partial sums."""
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
@@ -54,12 +50,10 @@ def forward(call: Forward) -> Statistics:
     device = _device_of(x=x, gamma=gamma, beta=beta, out=y)
 
     def work(cupy: Any) -> Statistics:
-        n, pairs = _length(x, axes), x.dtype.itemsize == 8
-        rows = x.size // n
+        n = math.prod([x.shape[axis] for axis in axes])
+        rows, pairs = x.size // n, x.dtype.itemsize == 8
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        count = 5 if pairs else 3
-        words = cupy.empty((count, rows), np.float64)
-        kept = Statistics(*[words[i] for i in range(count)])
+        kept = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
@@ -79,8 +73,9 @@ def backward(call: Backward) -> None:
 
     def work(cupy: Any) -> None:
         if x.size:
+            n = math.prod([x.shape[axis] for axis in axes])
             given = x, dy, gamma, None, dx, dgamma, dbeta
-            _launch(cupy, device.id, axes, _length(x, axes), given, kept, 0.0)
+            _launch(cupy, device.id, axes, n, given, kept, 0.0)
             return
         for total in (dgamma, dbeta):
             if total is not None:
@@ -97,12 +92,14 @@ def _launch(
     rows_last, seen = axes[0] + len(axes) == x.ndim, list(given)
     places, strides = [0] * len(given), [0] * len(given)
     for i, array in enumerate(given):
-        if array is not None:
+        if array is None:
+            continue
+        if rows_last and array.flags.c_contiguous:
             strides[i] = n
-            if not (rows_last and array.flags.c_contiguous):
-                seen[i] = array = arrays.as_rows(cupy, array, axes, n, i < 4)
-                strides[i] = array.strides[0] // array.itemsize
-            places[i] = array.data.ptr
+        else:
+            seen[i] = arrays.as_rows(cupy, array, axes, n, i < 4)
+            strides[i] = seen[i].strides[0] // array.itemsize
+        places[i] = seen[i].data.ptr
     x_stride, dy_stride, _, _, out_stride, *_ = strides
     # Copies of 16 bytes need rows that begin at multiples of so many.
     begins = places[0] | places[1] | places[4]
@@ -131,11 +128,6 @@ def _launch(
     for array, made in zip(given[4:], seen[4:], strict=True):
         if made is not array:
             arrays.put_back(cupy, array, axes, made)
-
-
-def _length(x: Any, axes: tuple[int, ...]) -> int:
-    shape = x.shape
-    return math.prod([shape[axis] for axis in axes])
 
 
 def _device_of(**places: Any) -> Any:
