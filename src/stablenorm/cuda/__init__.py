@@ -57,8 +57,7 @@ def forward(call: Forward) -> Statistics:
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            given = x, None, gamma, beta, y, None, None
-            _launch(cupy, device.id, axes, n, given, kept, eps)
+            _launch(cupy, device.id, axes, n, (x, None, gamma, beta, y, None, None), kept, eps)
         return kept
 
     return cast(Statistics, _on_device(device, work))
@@ -74,8 +73,7 @@ def backward(call: Backward) -> None:
     def work(cupy: Any) -> None:
         if x.size:
             n = math.prod([x.shape[axis] for axis in axes])
-            given = x, dy, gamma, None, dx, dgamma, dbeta
-            _launch(cupy, device.id, axes, n, given, kept, 0.0)
+            _launch(cupy, device.id, axes, n, (x, dy, gamma, None, dx, dgamma, dbeta), kept, 0.0)
             return
         for total in (dgamma, dbeta):
             if total is not None:
@@ -102,14 +100,12 @@ def _launch(
         places[i] = seen[i].data.ptr
     x_stride, dy_stride, _, _, out_stride, *_ = strides
     # Copies of 16 bytes need rows that begin at multiples of so many.
-    begins = places[0] | places[1] | places[4]
-    begins |= (x_stride | dy_stride | out_stride) * x.itemsize
+    begins = places[0] | places[1] | places[4] | (x_stride | dy_stride | out_stride) * x.itemsize
     # The backward has no beta: the dtype is that of dbeta.
     typed = x, dy, gamma, beta if dy is None else dbeta
     dtypes = [None if each is None else each.dtype for each in typed]
-    rows = x.size // n
-    plan = find_plan(device, rows, n, begins % 16 == 0, *dtypes)
-    kernel, function, grid, chunks, nbytes = plan
+    rows, aligned = x.size // n, begins % 16 == 0
+    kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
     has_sums = dgamma is not None or dbeta is not None
     room = driver.room(cupy, device, nbytes) if has_sums else (None, None)
     others = (*kept[:5], kept.exponent, *room)
