@@ -34,7 +34,7 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 def find_plan(
     device: int, rows: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
 ) -> tuple[Kernel, Any, int, tuple[int, int], int]:
-    """Return all of a launch but addresses and strides, given shape and dtypes; last the bytes of partial sums."""
+    """Return all of a launch but addresses and strides; the last number is bytes of partial sums."""
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
@@ -83,7 +83,8 @@ def backward(call: Backward) -> None:
 
 
 def _launch(
-    cupy: Any, device: int, axes: tuple[int, ...], n: int, given: tuple[Any, ...], kept: Statistics, eps: float
+    cupy: Any, device: int, axes: tuple[int, ...], n: int, given: tuple[Any, ...],
+    kept: Statistics, eps: float,
 ) -> None:  # fmt: skip
     """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
     x, dy, gamma, beta, _, dgamma, dbeta = given
@@ -140,7 +141,7 @@ def _device_of(**places: Any) -> Any:
 
 
 def _on_device(device: Any, work: Callable[[Any], Any]) -> Any:
-    """Do work with CuPy, this device being the current one; if its memory is not enough, say the cure."""
+    """Do work with CuPy on a device, made current; if its memory is not enough, say the cure."""
     try:
         with device:
             return work(driver.import_cupy())
