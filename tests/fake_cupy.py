@@ -6,6 +6,7 @@ A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on m
 Fixtures of both are in conftest.py.
 """
 
+import ctypes
 import types
 
 import host_shim
@@ -46,10 +47,10 @@ class ndarray:  # CuPy's name
     def __init__(self, host, device=None):
         self.host, self.device = host, Device(device)
         # Attributes, as quick as CuPy's: tests take the time of calls.
-        address = host.__array_interface__["data"][0] if host.size else 0
-        self.data = types.SimpleNamespace(ptr=address)
-        for name in ("dtype", "ndim", "size", "nbytes", "strides", "flags", "itemsize"):
-            setattr(self, name, getattr(host, name))
+        self.dtype, self.itemsize, self.nbytes = host.dtype, host.itemsize, host.nbytes
+        self.ndim, self.size, self.strides = host.ndim, host.size, host.strides
+        self.flags = host.flags
+        self.data = types.SimpleNamespace(ptr=address_of(host) if self.size else 0)
 
     @property
     def shape(self):
@@ -81,6 +82,14 @@ class ndarray:  # CuPy's name
 
     def reshape(self, *shape):
         return ndarray(self.host.reshape(*shape), self.device.id)
+
+
+def address_of(host):
+    try:
+        # A third of the time of the other, CuPy's takes none; it is for contiguous arrays alone.
+        return ctypes.addressof(ctypes.c_char.from_buffer(host))
+    except (TypeError, ValueError):
+        return host.__array_interface__["data"][0]
 
 
 def empty(shape, dtype=np.float64):

@@ -261,8 +261,10 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
         driver.load(0, KERNEL)
     module.load.assert_not_called()
     cupy.cuda.runtime.driverGetVersion = lambda: 13000
-    # Resident are the blocks that fit all 132 multiprocessors.
-    assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132)
+    # No more blocks than fit all 132 multiprocessors.
+    for rows, grid in ((1, 1), (1 << 20, 2 * 132)):
+        plan = cuda.find_plan(0, rows, 6, True, F32, None, F32, F32)
+        assert plan[:3] == (KERNEL, function, grid)
     assert driver.load(0, KERNEL) is driver.load(0, KERNEL)
     module.load.assert_called_once_with((KERNEL.defines, (9, 0)))
     occupancy.assert_called_once_with(77, 256, KERNEL.shared_bytes)

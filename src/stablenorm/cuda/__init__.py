@@ -5,11 +5,10 @@ The backend "cuda": layer norm on a CUDA device, one launch forward and one back
 addresses. Everything happens on the device of x and its current stream, without waiting for it.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from stablenorm.call import Backward, Forward
 from stablenorm.cuda import arrays, driver
 from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
-from stablenorm.cuda.plan import PARAMETERS, Kernel, choose_kernel, cut
+from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack
 from stablenorm.types import Statistics
 
 __all__ = ["check_usable"]
@@ -33,76 +32,86 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 
 @functools.lru_cache(1024)
 def find_plan(
-    device: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
-) -> tuple[Kernel, Any, int]:
-    """Return a kernel, given n and dtypes; its loaded function; and how many blocks of it the device holds at once."""
+    device: int, rows: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
+) -> tuple[Kernel, Any, int, tuple[int, int], int]:
+    """Return all of a launch but addresses and strides; the last number is bytes of partial sums."""
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
-    return kernel, function, fitting * facts.multiprocessors
+    chunks, chunk_rows = cut(rows, kernel)
+    # No more blocks than the device holds at once.
+    grid = min(chunks, fitting * facts.multiprocessors)
+    return kernel, function, grid, (chunk_rows, chunks), 2 * n * chunks * kernel.number_bytes
 
 
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
-    with _on_device(x=x, gamma=gamma, beta=beta, out=y) as (cupy, device):
-        n, pairs = _length(x, axes), x.dtype.itemsize == 8
-        rows = x.size // n
+    device = _device_of(x=x, gamma=gamma, beta=beta, out=y)
+
+    def work(cupy: Any) -> Statistics:
+        n = math.prod([x.shape[axis] for axis in axes])
+        rows, pairs = x.size // n, x.dtype.itemsize == 8
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        words = cupy.empty((5 if pairs else 3, rows), np.float64)
-        kept = Statistics(*words)
+        kept = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            inputs, outputs = (x, None, gamma, beta), (y, None, None)
-            _launch(cupy, device, axes, n, inputs, outputs, kept, eps)
+            _launch(cupy, device.id, axes, n, (x, None, gamma, beta, y, None, None), kept, eps)
         return kept
+
+    return cast(Statistics, _on_device(device, work))
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
-    (dy, _), (x, axes), norm, kept, dx, dgamma, dbeta = call[:7]
+    (dy, _), (x, axes), (gamma, *_), kept, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
     outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    with _on_device(x=x, dy=dy, gamma=norm.gamma, **outs) as (cupy, device):
+    device = _device_of(x=x, dy=dy, gamma=gamma, **outs)
+
+    def work(cupy: Any) -> None:
         if x.size:
-            inputs, outputs = (x, dy, norm.gamma, None), (dx, dgamma, dbeta)
-            _launch(cupy, device, axes, _length(x, axes), inputs, outputs, kept, 0.0)
+            n = math.prod([x.shape[axis] for axis in axes])
+            _launch(cupy, device.id, axes, n, (x, dy, gamma, None, dx, dgamma, dbeta), kept, 0.0)
             return
         for total in (dgamma, dbeta):
             if total is not None:
                 total[...] = 0
 
+    _on_device(device, work)
+
 
 def _launch(
-    cupy: Any, device: int, axes: tuple[int, ...], n: int, inputs: tuple[Any, ...],
-    outputs: tuple[Any, ...], kept: Statistics, eps: float,
+    cupy: Any, device: int, axes: tuple[int, ...], n: int, given: tuple[Any, ...],
+    kept: Statistics, eps: float,
 ) -> None:  # fmt: skip
     """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
-    x, dy, gamma, beta = inputs
-    rows = x.size // n
-    read = [arrays.as_rows(cupy, each, axes, n, True) for each in inputs]
-    written = [arrays.as_rows(cupy, each, axes, n, False) for each in outputs]
-    matrices = read[0], read[1], written[0]
-    strides = [0 if each is None else arrays.stride_of(each, n) for each in matrices]
+    x, dy, gamma, beta, _, dgamma, dbeta = given
+    rows_last, seen = axes[0] + len(axes) == x.ndim, list(given)
+    places, strides = [0] * len(given), [0] * len(given)
+    for i, array in enumerate(given):
+        if array is None:
+            continue
+        if rows_last and array.flags.c_contiguous:
+            strides[i] = n
+        else:
+            seen[i] = arrays.as_rows(cupy, array, axes, n, i < 4)
+            strides[i] = seen[i].strides[0] // array.itemsize
+        places[i] = seen[i].data.ptr
+    x_stride, dy_stride, _, _, out_stride, *_ = strides
     # Copies of 16 bytes need rows that begin at multiples of so many.
-    begins = 0
-    for number in (*_places(matrices), *[stride * x.itemsize for stride in strides]):
-        begins |= number
-    aligned = begins % 16 == 0
+    begins = places[0] | places[1] | places[4] | (x_stride | dy_stride | out_stride) * x.itemsize
     # The backward has no beta: the dtype is that of dbeta.
-    typed = x, dy, gamma, beta if dy is None else outputs[2]
+    typed = x, dy, gamma, beta if dy is None else dbeta
     dtypes = [None if each is None else each.dtype for each in typed]
-    kernel, function, resident = find_plan(device, n, aligned, *dtypes)
-    chunks, chunk_rows = cut(rows, kernel)
-    room: tuple[Any, ...] = (None, None)
-    has_sums = outputs[1] is not None or outputs[2] is not None
-    if has_sums:
-        room = driver.room(cupy, device, 2 * n * chunks * kernel.number_bytes)
-    places = _places((*read, *written, *kept[:5], kept.exponent, *room))
-    values = *places, rows, n, *strides, chunk_rows, chunks, eps
-    parameters = np.array([values], PARAMETERS)
-    grid = min(chunks, resident)
+    rows, aligned = x.size // n, begins % 16 == 0
+    kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
+    has_sums = dgamma is not None or dbeta is not None
+    room = driver.room(cupy, device, nbytes) if has_sums else (None, None)
+    others = (*kept[:5], kept.exponent, *room)
+    places += [0 if each is None else each.data.ptr for each in others]
+    parameters = pack(*places, rows, n, x_stride, dy_stride, out_stride, *chunks, eps)
     while True:
         try:
             # With sums over rows, blocks wait for one another.
@@ -113,50 +122,42 @@ def _launch(
                 raise
             # Refused before anything ran. Fewer blocks give the same bits.
             grid //= 2
-    for array, seen in zip(outputs, written, strict=True):
-        arrays.put_back(cupy, array, axes, seen)
+    for array, made in zip(given[4:], seen[4:], strict=True):
+        if made is not array:
+            arrays.put_back(cupy, array, axes, made)
 
 
-def _length(x: Any, axes: tuple[int, ...]) -> int:
-    shape = x.shape
-    # The usual axis takes a third of the time.
-    return shape[axes[0]] if len(axes) == 1 else math.prod(shape[axis] for axis in axes)
-
-
-def _places(given: Iterable[Any]) -> list[int]:
-    """Return the addresses of arrays; 0 for None."""
-    return [0 if array is None else array.data.ptr for array in given]
-
-
-@contextlib.contextmanager
-def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
-    """Make the one device of all arrays current, lend CuPy; if its memory is not enough, say the cure."""
+def _device_of(**places: Any) -> Any:
+    """Return the one device of all arrays."""
     device = places["x"].device
-    number = int(device.id)
     for name, array in places.items():
-        if array is not None and array.device.id != number:
+        if array is not None and array.device.id != device.id:
             msg = (
-                f"{name} must be on device {number}, like x, got device {array.device.id}; "
-                f"copy it there: with cupy.cuda.Device({number}): {name} = cupy.array({name})"
+                f"{name} must be on device {device.id}, like x, got device {array.device.id}; "
+                f"copy it there: with cupy.cuda.Device({device.id}): {name} = cupy.array({name})"
             )
             raise ValueError(msg)
+    return device
+
+
+def _on_device(device: Any, work: Callable[[Any], Any]) -> Any:
+    """Do work with CuPy on a device, made current; if its memory is not enough, say the cure."""
     try:
         with device:
-            yield driver.import_cupy(), number
+            return work(driver.import_cupy())
     except (RuntimeError, MemoryError) as error:
         line = first_line(error)
         if not isinstance(error, MemoryError) and not any(word in line for word in _NO_MEMORY):
             raise
         msg = (
-            f"too little memory on CUDA device {number} ({line}); let go of arrays and call "
+            f"too little memory on CUDA device {device.id} ({line}); let go of arrays and call "
             "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
         )
         raise MemoryError(msg) from error
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    with _on_device(x=like) as (cupy, _):
-        return cupy.empty(shape, dtype)
+    return _on_device(like.device, lambda cupy: cupy.empty(shape, dtype))
 
 
 # How the public functions handle these arrays; those of the shape of x are handed over with their axes.

@@ -17,13 +17,8 @@ def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) ->
     """
     See an array as rows of `n`, the elements along `axes`; all of it as one row if it has no other axes.
 
-    What is contiguous, and has these axes last, is returned as it is. If rows have gaps, return a new array, whose
-    elements are set if the old one is to be `read`.
+    If rows have gaps, return a new array, whose elements are set if the old one is to be `read`.
     """
-    if array is None:
-        return None
-    if array.flags.c_contiguous and array.ndim - len(axes) in (0, axes[0]):
-        return array
     moved, itemsize = _rows_last(cupy, array, axes), array.dtype.itemsize
     with contextlib.suppress(AttributeError):
         rows = moved.view()
@@ -36,14 +31,9 @@ def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) ->
     return held(cupy, copy.reshape(-1, n))
 
 
-def stride_of(rows: Any, n: int) -> int:
-    """Return how many elements apart the rows are that `as_rows` returned."""
-    return n if rows.flags.c_contiguous else rows.strides[0] // rows.itemsize
-
-
 def put_back(cupy: Any, array: Any, axes: tuple[int, ...], rows: Any) -> None:
     """Write what `as_rows` made of an array back into it, unless it is a view."""
-    if array is not None and rows.data.ptr != array.data.ptr:
+    if rows.data.ptr != array.data.ptr:
         moved = _rows_last(cupy, array, axes)
         moved[...] = rows.reshape(moved.shape)
 

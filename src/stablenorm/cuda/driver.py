@@ -124,11 +124,11 @@ def room(cupy: Any, device: int, nbytes: int) -> tuple[Any, Any]:
     it would let blocks go on too early. A captured graph sets a counter of its own to 0. No error spoils one: a
     launch that is refused has not touched it, and one that stops in the middle ends the device's context.
     """
-    partials, stream = held(cupy, cupy.empty(nbytes, np.uint8)), cupy.cuda.get_current_stream()
+    partials, stream = cupy.empty(nbytes, np.uint8), cupy.cuda.get_current_stream()
     if stream.is_capturing():
-        return partials, held(cupy, cupy.zeros(1, np.uint32))
+        return held(cupy, partials), held(cupy, cupy.zeros(1, np.uint32))
     # One address, cudaStreamPerThread, is another stream in each thread.
-    return partials, _counter(device, int(stream.ptr), threading.get_ident())[0]
+    return partials, _counter(device, stream.ptr, threading.get_ident())[0]
 
 
 @functools.lru_cache(_STREAMS)
