@@ -1,24 +1,16 @@
-"""Broken where rounding="nearest" returns a bit that is not that of the exact result: ties, zeros, NaN, the range."""
+"""Broken where rounding="nearest" returns a bit that is not that of the exact result: ties, zeros, the range."""
 
 import numpy as np
 import pytest
-from norms import assert_right, bits, compute
+from norms import assert_right, compute
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.formats import format_of
-from stablenorm.oracle import exact_layer_norm
-from stablenorm.testing.families import Case, make_case
+from stablenorm.testing.families import Case
 from stablenorm.types import bfloat16
 
 REFERENCE = {"rounding": "nearest", "backend": "numpy"}
 NUMPY = {"roundings": ["nearest"], "backends": ["numpy"]}
-
-
-def assert_equal(case, backend, **expected):
-    """Compare every bit: the sign of zeros, and NaN as the quiet one, its sign clear."""
-    for name, array in compute(case, rounding="nearest", backend=backend).items():
-        want = np.array(expected[name]).astype(array.dtype)
-        np.testing.assert_array_equal(bits(array), bits(want), name)
 
 
 def ties(dtype, rng):
@@ -42,19 +34,6 @@ def ties(dtype, rng):
 def test_ties_and_exact_zeros(dtype, rng):
     for case in ties(dtype, rng):
         assert_right(case, roundings=["nearest"])
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_rows_of_opposite_dy_cancel_exactly(dtype, backend):
-    """More rows than a block has, and an out that is not in C order."""
-    x, gamma, beta, eps, dy = make_case("F35", dtype, 1100, 34)
-    x, dy, gamma, beta = (a.reshape(*a.shape[:-1], 22, 50) for a in (x, dy, gamma, beta))
-    _, cache = layer_norm_forward(
-        x, gamma, beta, eps, axis=(1, 2), rounding="nearest", backend=backend
-    )
-    out = (None, *(np.ones((22, 50), dtype, order="F") for _ in range(2)))
-    for total in layer_norm_backward(dy, cache, out=out)[1:]:
-        assert not bits(total).any()
 
 
 def test_a_dsum_beside_a_vanishing_rest_is_rounded_whatever_its_size():
@@ -84,45 +63,6 @@ def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
     y = compute(case, **REFERENCE)["y"]
     assert np.isinf(y[0, 0])
     assert y[0, 1] == form.largest
-
-
-def test_what_is_not_finite(dtype, backend):
-    inf, nan = np.inf, np.nan
-    x = np.array([[1, 2, 3, 6], [1, nan, 2, 3], [5, 5, 5, 5], [0, inf, 0, 0]], dtype)
-    gamma, beta = np.array([inf, 1, nan, 0], dtype), np.array([1, inf, 0, -inf], dtype)
-    none = [nan] * 4
-    assert_equal(
-        Case(x, gamma, beta, 1e-5, x), backend,
-        y=[[-inf, inf, nan, -inf], none, [nan, inf, nan, -inf], none],
-        dx=[none] * 4, dgamma=none, dbeta=[7, nan, 10, 14],
-    )  # fmt: skip
-    _, cache = layer_norm_forward(x, rounding="nearest", backend=backend)
-    assert np.isnan(cache.mean[:, 0]).tolist() == [False, True, False, True]
-    # With a finite gamma, rows and columns that are finite stay the nearest.
-    finite, ones = x[[0, 2]], np.ones(4, dtype)
-    dy = np.array([[1, -inf, -inf, 3], [1, 0, 2, inf]], dtype)
-    alone = exact_layer_norm(finite[:1], dy=ones[None])
-    assert_equal(
-        Case(finite, ones, 0 * ones, 1e-5, dy), backend,
-        y=[alone.rounded("y", dtype)[0], [0] * 4], dx=[none] * 2,
-        dgamma=[alone.rounded("dgamma", dtype)[0], inf, nan, nan], dbeta=[2, -inf, -inf, inf],
-    )  # fmt: skip
-    # Without a variance and without eps, dgamma of all columns is lost, and dx of that row.
-    dy = np.array([[0, 0, 1, 0], [0, 0, 1, 0]], dtype)
-    alone = exact_layer_norm(finite[:1], eps=0.0, dy=dy[:1])
-    assert_equal(
-        Case(finite, ones, 0 * ones, 0.0, dy), backend,
-        y=[alone.rounded("y", dtype)[0], none], dx=[alone.rounded("dx", dtype)[0], none],
-        dgamma=none, dbeta=[0, 0, 2, 0],
-    )  # fmt: skip
-
-
-def test_an_infinite_dgamma_without_a_beta(dtype, backend, rng):
-    x, dy = rng.standard_normal((3, 32)).astype(dtype), np.ones((3, 32), dtype)
-    dy[0, 3] = np.inf
-    _, cache = layer_norm_forward(x, np.ones(32, dtype), rounding="nearest", backend=backend)
-    sign = 1 if x[0, 3] > x[0].astype(float).mean() else -1
-    assert layer_norm_backward(dy, cache).dgamma[3] == sign * np.inf
 
 
 def test_a_backward_after_a_forward_of_extreme_beta_knows_tiny_rows():
