@@ -121,27 +121,6 @@ def test_a_mask_and_a_residual(rng, backend):
     assert_same((cache.x, y), (total, expected))
 
 
-# ---- samples ----
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_samples_of_which_kernels_do_some(rng, masked, backend):
-    """The reference does a sample whose gamma is out of range, or without a row that counts, and keeps no spread."""
-    x, dy = rng.standard_normal((2, 2, 3, 4))
-    gamma, where = np.ones((2, 1, 4)), None
-    if masked:
-        where = np.array([True, False]).reshape(2, 1, 1)
-    else:
-        gamma[1] = 1e300
-    how = {"rounding": "nearest", "backend": backend}
-    y, cache = layer_norm_forward(x, gamma, where=where, **how)
-    found = layer_norm_backward(dy, cache)
-    for i in range(1 if masked else 2):
-        one, kept = layer_norm_forward(x[i], gamma[i, 0], **how)
-        dx, dgamma, _ = layer_norm_backward(dy[i], kept)
-        assert_same((y[i], found.dx[i], found.dgamma[i, 0]), (one, dx, dgamma))
-
-
 def test_a_mask_costs_no_copy_of_x(rng):
     """A few blocks and numbers of rows, however many rows count."""
     x = rng.standard_normal((65536, 512), np.float32)
