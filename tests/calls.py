@@ -24,6 +24,7 @@ MIXTURES = [
     (f4, f8, f8, bf),
     (f8, bf, f2, None),
     (f2, f4, bf, f8),
+    (bf, f2, f2, bf),
 ]
 POISON = 0xA5
 

@@ -81,19 +81,6 @@ def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
     assert not exact.check_contract(y=y)["y"].passed
 
 
-@pytest.mark.parametrize("power", [-480, -300, 400, 480])
-def test_gradients_by_the_statistics_of_extreme_rows(rng, power, backend):
-    """Powers of two change no bit; at 2^-400, the products of drstd were NaN."""
-    x, dy = rng.standard_normal((2, 3, 7))
-    dmean, drstd = rng.standard_normal((2, 3, 1))
-    found = []
-    for unit in (1.0, 2.0**power):
-        _, cache = layer_norm_forward(x * unit, eps=0.0, backend=backend)
-        by_rstd = drstd * unit * unit
-        found.append(layer_norm_backward(dy * unit, cache, dmean=dmean, drstd=by_rstd).dx)
-    np.testing.assert_array_equal(*found)
-
-
 def test_the_mask_may_change_after_the_forward(rng, backend):
     x, gamma, beta, dy = draw(rng, (8, 9))
     for where in (rng.random((8, 1)) < 0.5, rng.random((8, 9)) < 0.5):
@@ -101,18 +88,6 @@ def test_the_mask_may_change_after_the_forward(rng, backend):
         before = layer_norm_backward(dy, cache)
         where[...] = ~where
         assert_same(layer_norm_backward(dy, cache), before)
-
-
-def test_a_mask_and_a_residual(rng, backend):
-    """The sum is for the next residual: it is there in rows that do not count, whatever they hold."""
-    x, gamma, beta, dy = draw(rng, (8, 9))
-    where = np.arange(8)[:, None] % 3 > 0
-    x[0], x[3], dy[0], dy[3] = np.inf, 3e38, -np.inf, 3e38
-    y, cache = layer_norm_forward(x, gamma, beta, residual=dy, where=where, backend=backend)
-    with np.errstate(all="ignore"):
-        total = x + dy
-    expected = layer_norm(total, gamma, beta, where=where, backend=backend)
-    assert_same((cache.x, y), (total, expected))
 
 
 def test_a_mask_costs_no_copy_of_x(rng):
