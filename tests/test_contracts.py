@@ -192,8 +192,7 @@ def test_a_guess_of_outliers_alone_is_made_again(n, backend):
     check(layer_norm_forward(x, backend=backend)[1], x, 1e-5, Fraction(1, 2**48))
 
 
-def test_statistics_of_no_rows_and_of_nan(backend):
-    assert layer_norm_forward(np.ones((0, 4)), backend=backend)[1].mean.shape == (0, 1)
+def test_statistics_of_what_is_not_finite(backend):
     x = np.array([[1, np.nan], [1, np.inf], [1, 3]], np.float32)
     cache = layer_norm_forward(x, eps=0.0, backend=backend)[1]
     assert np.isnan([cache.mean[:2], cache.rstd[:2]]).all()
