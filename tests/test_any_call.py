@@ -128,7 +128,8 @@ def as_rows(call, case, keywords, backend):
         cotangents = {ddx: keywords.get(tx) for tx, ddx in calls.TANGENTS.items()}
         second = compute(case, call.kind, **how, **cotangents)
         found |= zip(SECOND, second.values(), strict=False)
-    return found | {name: getattr(cache, name) for name in KEPT}
+    found |= {name: getattr(cache, name) for name in KEPT}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def assert_same_bits(expected, actual):
