@@ -24,6 +24,7 @@ MIXTURES = [
     (f4, f8, f8, bf),
     (f8, bf, f2, None),
     (f2, f4, bf, f8),
+    (bf, f2, f2, bf),
 ]
 POISON = 0xA5
 
@@ -88,13 +89,13 @@ class Call(NamedTuple):
 
     seed: int
     shape: tuple[int, ...]
-    axis: int | tuple[int, ...]
+    axis: int | tuple[int, ...] | None
     # Those of x, dy, gamma, beta, as in `MIXTURES`.
     dtypes: tuple[Any, ...]
     # Those of x, dy, gamma and beta, residual and dsum.
     places: tuple[Any, ...] = (Place(),) * 4
-    # The places of y and dx; None: without `out`.
-    outs: tuple[Any, ...] = (None, None)
+    # The places of y, dx, dgamma and dbeta; None: without `out`, if nothing is to be added to.
+    outs: tuple[Any, ...] = (None,) * 4
     offset: float = 0.0
     eps: float = 1e-5
     kind: str = "layer"
@@ -144,13 +145,14 @@ def calls(draw):
     # rounding="nearest" has no mask inside of rows, no statistics and no second order.
     fast_only = mask == "elements" or {"statistics", "tangents"} & {*names}
     dtypes = draw(st.sampled_from(MIXTURES))
+    ways = [signed, *list(signed) * (len(axes) == 1), *[None] * (len(axes) == ndim)]
     return Call(
         draw(st.integers(0, 2**32 - 1)),
         shape,
-        signed[0] if len(signed) == 1 and draw(st.booleans()) else signed,
+        draw(st.sampled_from(ways)),
         dtypes,
         tuple(draw(PLACES | st.sampled_from(sorted(INPUTS))) for _ in range(4)),
-        tuple(draw(st.none() | PLACES) for _ in range(2)),
+        tuple(draw(st.none() | PLACES) for _ in range(4)),
         draw(st.sampled_from([0.0, 1.0, 100.0])),
         draw(st.sampled_from([0.0, 1e-5, 1.0])),
         draw(st.sampled_from(sorted(NORMS))),
@@ -201,7 +203,8 @@ class Made(NamedTuple):
 
 def make(call):
     shape, rng = call.shape, np.random.default_rng(call.seed)
-    axes = tuple(sorted(i % len(shape) for i in np.atleast_1d(call.axis)))
+    named = range(len(shape)) if call.axis is None else np.atleast_1d(call.axis)
+    axes = tuple(sorted(i % len(shape) for i in named))
     others = [i for i in range(len(shape)) if i not in axes]
     apart = call.varying if call.apart is None else call.apart
     lengths = tuple(shape[i] for i in axes)
@@ -214,16 +217,16 @@ def make(call):
     large = 2.0**300 if of_x == of_dy == f8 and "tangents" not in call.given else 1
     wanted = {"x": (shape, of_x), "dy": (shape, of_dy)}
     wanted |= {"gamma": (varies, of_gamma), "beta": (varies, of_beta)}
+    wanted |= {"old_dgamma": (of_sums, of_gamma), "old_dbeta": (of_sums, of_beta)}
     keywords = {
         **{name: {name: more} for name in ("residual", "dsum")},
         "statistics": dict.fromkeys(
             ("drstd", "dmean")[: 1 + (call.kind == "layer")], (of_rows, f8)
         ),
-        "accumulate": {"old_dgamma": (of_sums, of_gamma), "old_dbeta": (of_sums, of_beta)},
         "tangents": dict(zip(TANGENTS, map(wanted.get, ("x", "gamma", "beta")), strict=True)),
     }
     for name in call.given:
-        wanted |= keywords[name]
+        wanted |= keywords.get(name, {})
     places = dict(zip(LIKE_X[:4], (*call.places[:2], *call.places[3:] * 2), strict=True))
     places |= {"gamma": call.places[2], "beta": call.places[3]}
     arrays = {}
@@ -233,6 +236,11 @@ def make(call):
         values = call.offset * (name == "x") + rng.standard_normal(lengths_)
         if call.hard:
             values = np.round(4 * values) / 4 + 0.0
+        if call.hard and name == "gamma":
+            # Of samples that kernels do not do.
+            values *= rng.choice(
+                [1] * 4 + [large**3], varies[: -len(lengths)] + (1,) * len(lengths)
+            )
         if call.hard and name in {"x", "dy"}:
             values *= rng.choice([1] * 9 + [0, large], of_rows)
             values[rng.random(shape) < (0.02 if call.infinite() else 0)] = np.inf

@@ -99,8 +99,7 @@ def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _d
 
 # fmt: off
 MISTAKES: dict[str, Mistake] = {
-    "mean(g) missing": Mistake(
-        _with_dx(lambda g, c: _rms_dx(g, c.xhat, c.rstd)), "the mean of g is missing from dx"),
+    "mean(g) missing": Mistake(rms_backward, "the mean of g is missing from dx"),
     "xhat term missing": Mistake(
         _with_dx(lambda g, c: c.rstd * (g - _mean(g))), "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
@@ -132,8 +131,7 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 RMS_MISTAKES: dict[str, Mistake] = {
-    "mean(g) subtracted": Mistake(
-        _with_dx(lambda g, c: _dx(g, c.xhat, c.rstd)), "the mean of g is subtracted in dx"),
+    "mean(g) subtracted": Mistake(backward, "the mean of g is subtracted in dx"),
     "mean(x) subtracted": Mistake(
         _with_dx(lambda g, c: _rms_dx(g, (c.x - _mean(c.x)) * c.rstd, c.rstd)),
         "the mean of x is subtracted in dx"),

@@ -205,18 +205,3 @@ def test_a_plot_shows_every_method(kind, tmp_path):
     found.plot(tmp_path / "lost.svg")
     shown = (tmp_path / "lost.svg").read_text("utf-8")
     assert [title for title in found.methods.values() if title not in shown] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"dtype": "int8"}, TypeError, "dtype must be float16.*got int8"),
-        ({"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
-        ({"top": -1}, ValueError, "top must be at least 0, got -1"),
-        ({"x": np.ma.ones((2, 3))}, TypeError, "got a masked one"),
-        ({"kind": "batch"}, ValueError, "kind must be layer or rms, got 'batch'"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, error, words):
-    with pytest.raises(error, match=words):
-        diagnose(**{"x": np.ones((2, 3)), **arguments})

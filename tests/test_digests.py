@@ -14,13 +14,7 @@ from stablenorm import exact_layer_norm
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
-from stablenorm.testing import _splitmix, digest, digest_inputs, near_midpoints, published_digests
-
-
-def test_the_integers_are_those_of_others():
-    # Rosetta Code lists these for this seed.
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert _splitmix(1234567, 3).tolist() == expected
+from stablenorm.testing import digest, digest_inputs, near_midpoints, published_digests
 
 
 @pytest.mark.parametrize("name", published_digests())

@@ -1,11 +1,16 @@
 """Broken by a message without what was required, what came or the cure, or by a failed call that writes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+from rationals import NAMES
 
 import stablenorm as sn
 from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.memory import set_idle_limit
+from stablenorm.oracle import exact_double_backward
+from stablenorm.testing import make_case
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 ROW, ONE = X[0, 0], np.ones((2, 3, 1))
@@ -115,6 +120,20 @@ SECOND_ORDER = [
     ({"tx": X[:1]}, ValueError, r"x must have shape \(2, 3, 4\), that of x, got \(1, 3, 4\)"),
     ({"tx": X.astype(int)}, TypeError, r"x must be float16.*got int64"),
 ]  # fmt: skip
+HUGE, EXACT = np.full((2, 3), 1e308), sn.exact_layer_norm(np.array([[1.0, 2.0, 4.0]]))
+ORACLE = [
+    ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
+    ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
+    ({"residual": HUGE}, ValueError, r"x \+ residual must be finite.* inf"),
+    ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
+    ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
+    ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
+    ({"gamma_offset": np.inf}, ValueError, "gamma_offset must be finite, got inf"),
+    ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
+    ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
+    ({"x": HUGE * [1, np.nan, 1]}, ValueError, "x must be finite.* got nan"),
+    ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
+]
 TABLE = [
     *((call, *row) for row in FORWARD for call in (layer_norm, layer_norm_forward)),
     *((backward, *row) for row in BACKWARD),
@@ -141,12 +160,30 @@ TABLE = [
                           ("2", "an int, got '2'"), (None, "an int, got None"))),
     *((set_idle_limit, {"nbytes": bad}, error, rf"nbytes must be .*, got {bad!r}; ")
       for bad, error in ((-1, ValueError), (1e9, TypeError), ("1", TypeError))),
+    *((sn.exact_layer_norm, {"x": HUGE} | given, *rest) for given, *rest in ORACLE),
+    *((partial(EXACT.rounded, name, "f8"), {}, ValueError, f"dy must be .* for {name}") for name in NAMES[1:]),
+    (EXACT.ulp_errors, {"y": np.ones(3)}, ValueError, r"y must have shape \(1, 3\), got"),
+    (EXACT.check_contract, {"y": np.zeros((1, 3), int)}, TypeError, "y must be .* got int64"),
+    (partial(EXACT.rounded, "z", "f4"), {}, ValueError, "name must be one of y, dx, dgamma, dbeta, ty"),
+    (sn.exact_rms_norm, {"x": HUGE, "dmean": HUGE}, TypeError, "dmean must be left out"),
+    (partial(exact_double_backward, *[HUGE] * 3), {"kind": "z"}, ValueError, "kind must be 'layer' or"),
+    (sn.diagnose, {"dtype": "int8"}, TypeError, "dtype must be float16.*got int8"),
+    (sn.diagnose, {"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
+    (sn.diagnose, {"top": -1}, ValueError, "top must be at least 0, got -1"),
+    (sn.diagnose, {"x": np.ma.ones((2, 3))}, TypeError, "got a masked one"),
+    (sn.diagnose, {"kind": "batch"}, ValueError, "kind must be layer or rms, got 'batch'"),
+    *((partial(make_case, *given), {}, ValueError, message) for given, message in (
+        (("F99", "float32", 8), "name must be one of F01, F02"),
+        (("F21", "float16", 768), "F21 must have another dtype than float16, whose squares"),
+        (("F19", "float32", 7), "F19 must have n >= 8, got 7"),
+        (("F38", "float32", 8, 2), "F38 must have rows >= 4, got 2"))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "arguments", "error", "message"), TABLE, ids=range(len(TABLE)))
 def test_a_call_says_what_it_needs(call, arguments, error, message):
-    needs_x = call in (layer_norm, layer_norm_forward, sn.rms_norm) or call.__name__ == "<lambda>"
+    takes_x = call in (layer_norm, layer_norm_forward, sn.rms_norm, sn.diagnose)
+    needs_x = takes_x or getattr(call, "__name__", "") == "<lambda>"
     with pytest.raises(error, match=message):
         call(**({"x": X} if needs_x else {}) | arguments)
 

@@ -3,23 +3,20 @@
 import itertools
 import math
 from fractions import Fraction
-from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
-from norms import NAMES, NORMS, draw
+from norms import NORMS, draw
 from rationals import DTYPES, magnitudes, nearest, plain, plain_backward, rational, textbook, unit
 
-from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
-
-KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
+from stablenorm.oracle import exact_double_backward, exact_layer_norm
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "eps", "whole"),
     [*itertools.product(DTYPES, ["layer"], [1e-5], [False]),
-     *itertools.product(DTYPES[-1:], KINDS, [0.0, 5e-324, 1e-5, 1e300], [True])],
+     *itertools.product(DTYPES[-1:], NORMS, [0.0, 5e-324, 1e-5, 1e300], [True])],
 )  # fmt: skip
 def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, kind, eps, whole, rng):
     """And errors are the differences over the ulp. In some rows, the whole range of float64."""
@@ -30,7 +27,7 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, kind, eps, whole, r
         x[1, :3] = [5e-324, -1.7e308, 1.7e308]
         gamma, dy = (np.ldexp(v, rng.integers(-500, 500, v.shape)) for v in (gamma, dy))
         beta *= 0
-    exact = KINDS[kind](x, gamma, beta, eps, dy)
+    exact = NORMS[kind][2](x, gamma, beta, eps, dy)
     # Five factors of up to 2**1074 either way may cancel: fewer than 3300 digits.
     for name, expected in textbook(x, gamma, beta, eps, dy, kind, 3500 if whole else 320).items():
         for out in DTYPES:
@@ -226,7 +223,7 @@ def hold_gradients(exact, loss, **point):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng):
     point, tangents, old = draw(rng, (2, 4), float), draw(rng, (2, 4), float), rng.random((2, 4))
     (*point, dy), (*tangents, dsum), statistics = point, tangents, rng.standard_normal((2, 2, 1))
@@ -234,7 +231,7 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
     by_name = dict(zip(("tx", "tgamma", "tbeta"), tangents, strict=True))
     if kind == "layer":
         by_name["dmean"] = statistics[0]
-    exact = KINDS[kind](
+    exact = NORMS[kind][2](
         *point, EPS, dy, gamma_offset=OFFSET, where=where, dsum=dsum, drstd=statistics[1],
         accumulate=old, **by_name,
     )  # fmt: skip
@@ -262,7 +259,7 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
         hold_close(exact, "ty", (r, i), (after[r][0][i] - before[r][0][i]) / (2 * STEP))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_double_backward_is_the_difference_of_the_backward(kind, rng):
     x, gamma, _, dy = draw(rng, (2, 4), float)
     ddx, ddgamma, ddbeta, _ = draw(rng, (2, 4), float)
@@ -285,33 +282,13 @@ def test_double_backward_is_the_difference_of_the_backward(kind, rng):
     assert same.value("dx", (1, 2)) == alone.value("dx", (1, 2))
 
 
-@pytest.mark.parametrize("second", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
-    exponents = rng.integers(-12, 12, (2, 3, 7)).astype(np.float64)
-    x, residual = rng.standard_normal((2, 3, 7)) * 2**exponents
-    x, residual = x.astype(dtype), residual.astype(second)
-    exact = exact_layer_norm(x, residual=residual)
-    sums = (rational(x) + rational(residual)).flat
-    expected = np.array([nearest(v, dtype) for v in sums], dtype).reshape(x.shape)
-    assert exact.x.dtype == dtype
-    np.testing.assert_array_equal(exact.x, expected)
-    alone = exact_layer_norm(expected).rounded("y", np.float64)
-    np.testing.assert_array_equal(exact.rounded("y", np.float64), alone)
-    # Nothing is rounded to float64 on its way. bfloat16: 1 + 2**-8 is a tie, which 2**-60 decides.
-    one = np.array([[1.0, 0.0]]).astype(ml_dtypes.bfloat16)
-    for tail, ulps in ((2.0**-60, 1), (0.0, 0)):
-        exact = exact_layer_norm(one, residual=np.array([[2.0**-8 + tail, 0.0]]))
-        assert float(exact.x[0, 0]) == 1 + ulps * 2.0**-7
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rng):
     x, gamma, beta, dy = draw(rng, (3, 6), np.float64)
     dsum, tx = rng.standard_normal((2, 3, 6))
     drstd, (tgamma, tbeta, *old) = rng.standard_normal((3, 1)), rng.standard_normal((4, 6))
-    norm = KINDS[kind](
+    norm = NORMS[kind][2](
         x, gamma, beta, 1e-5, dy, dsum=dsum, drstd=drstd, accumulate=old, tx=tx, tgamma=tgamma,
         tbeta=tbeta,
     )  # fmt: skip
@@ -334,34 +311,3 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
             assert result.limit_ulp == limits.get(name, 0.501)
             assert result.misrounded == pytest.approx(1 / actual.size)
             assert result.worst_excess == pytest.approx(excess, rel=1e-9)
-
-
-HUGE, EXACT = np.full((2, 3), 1e308), exact_layer_norm(np.array([[1.0, 2.0, 4.0]]))
-OF_HUGE = [
-    ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
-    ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
-    ({"residual": HUGE}, ValueError, r"x \+ residual must be finite.* inf"),
-    ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
-    ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
-    ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
-    ({"gamma_offset": math.inf}, ValueError, "gamma_offset must be finite, got inf"),
-    ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
-    ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
-    ({"x": HUGE * [1, np.nan, 1]}, ValueError, "x must be finite.* got nan"),
-    ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
-]
-BAD_CALLS = [
-    *((partial(exact_layer_norm, **{"x": HUGE} | given), *rest) for given, *rest in OF_HUGE),
-    *((partial(EXACT.rounded, v, "f8"), ValueError, f"dy must be .* for {v}") for v in NAMES[1:]),
-    (partial(EXACT.ulp_errors, y=np.ones(3)), ValueError, r"y must have shape \(1, 3\), got"),
-    (partial(EXACT.check_contract, y=np.zeros((1, 3), int)), TypeError, "y must be .* got int64"),
-    (partial(EXACT.rounded, "z", "f4"), ValueError, "name must be one of y, dx, dgamma, dbeta, ty"),
-    (partial(exact_rms_norm, HUGE, dmean=HUGE), TypeError, "dmean must be left out"),
-    (partial(exact_double_backward, *[HUGE] * 3, kind="z"), ValueError, "kind must be 'layer' or"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
-def test_wrong_arguments(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

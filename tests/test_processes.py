@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from interpreter import python, run_python
-from norms import draw
+from norms import compute, draw
 
 import stablenorm
 from stablenorm import layer_norm_backward, layer_norm_forward
@@ -29,17 +29,14 @@ pytestmark = [
 
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
-# More than enough to wake helpers, and more tiles than threads, in forward and backward.
-MANY_TILES = (2048, 130)
 
-
-def make(seed, shape=MANY_TILES):
+def make(seed, shape=(2048, 130)):
+    """Return more than enough to wake helpers, and more tiles than threads."""
     return draw(np.random.default_rng(seed), shape)
 
 
 def run(x, gamma, beta, dy):
-    y, cache = layer_norm_forward(x, gamma, beta)
-    return [v.tobytes() for v in (y, *layer_norm_backward(dy, cache))]
+    return [each.tobytes() for each in compute((x, gamma, beta, 1e-5, dy)).values()]
 
 
 def count_threads():
