@@ -68,7 +68,7 @@ SPOILED = "x", "row", "dy", "dy without beta", "signs", "gamma", "beta", "gamma 
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("shape", [(4, 6), (35, 17), (300, 6), (3, 200)])
+@pytest.mark.parametrize("shape", [(35, 17), (300, 6)])
 @pytest.mark.parametrize("what", SPOILED)
 def test_nan_and_inf_stay_in_their_row_and_columns(
     rng, dtype, backend, kind, rounding, shape, what
