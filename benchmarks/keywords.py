@@ -8,6 +8,7 @@ benchmarks/results/keywords.json, the last part of docs/evidence/performance.md 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -116,9 +117,13 @@ def keywords() -> Iterator[Way]:
 def deviations() -> Iterator[Way]:
     """Yield calls that deviate a little from the plain one, beside what a user would write instead."""
     norm = sn.layer_norm
-    x, gamma, beta, *_ = make_problem((1, 1, 64), "float32")
+    x, gamma, beta, dy, *_ = make_problem((1, 1, 64), "float32")
     plain = lambda: norm(x, gamma, beta)
     eps: Any = np.float32(1e-5)
+    back: Any = partial(sn.layer_norm_backward, dy, sn.layer_norm_forward(x, gamma, beta)[1])
+    added = partial(back, out=(None, gamma.copy(), beta.copy()), accumulate=True)
+    yield Way('(1, 1, 64), backward, `wrt="x"`', partial(back, wrt="x"), back)
+    yield Way("(1, 1, 64), backward, `accumulate=True`", added, back)
     yield Way("(1, 1, 64), `axis=(-1,)`", lambda: norm(x, gamma, beta, axis=(-1,)), plain)
     yield Way("(1, 1, 64), `eps=0`", lambda: norm(x, gamma, beta, 0), plain)
     yield Way("(1, 1, 64), `eps=np.float32(1e-5)`", lambda: norm(x, gamma, beta, eps), plain)
@@ -133,20 +138,20 @@ def deviations() -> Iterator[Way]:
     yield Way(f"{what}, backward", lambda: sn.layer_norm_backward(dy2, other), pull)
 
     gaps = make_problem((256, 2048), "float32")[0][:, ::2]
-    images, *_ = make_problem((8, 256, 56, 56), "float32")
-    few, zeros = make_problem((1, 256), "float32")[1:3]
-
-    def by_copies() -> Any:
-        y = norm(np.ascontiguousarray(images.transpose(0, 2, 3, 1)), few, zeros)
-        return np.ascontiguousarray(y.transpose(0, 3, 1, 2))
-
+    by_copies = lambda x: np.ascontiguousarray(
+        norm(np.ascontiguousarray(x.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
+    )
     yield Way(
         "(256, 1024), every second element: over a copy first",
         lambda: norm(gaps, gamma2, beta2),
         lambda: norm(np.ascontiguousarray(gaps), gamma2, beta2),
     )
-    what = "(8, 256, 56, 56), `axis=1`: over two copies around the call"
-    yield Way(what, lambda: norm(images, few, zeros, axis=1), by_copies)
+    for shape in ((8, 256, 56, 56), (8, 64, 32, 32)):
+        images, what = (
+            make_problem(shape, "float32")[0],
+            "`axis=1`: over two copies around the call",
+        )
+        yield Way(f"{shape}, {what}", partial(norm, images, axis=1), partial(by_copies, images))
 
     x3, gamma3, beta3, *_ = make_problem((4096, 1024), "float64")
     nan, huge = x3.copy(), x3.copy()

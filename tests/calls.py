@@ -237,7 +237,7 @@ def make(call):
         if call.hard:
             values = np.round(4 * values) / 4 + 0.0
         if call.hard and name == "gamma":
-            # Of samples that kernels do not do.
+            # Kernels do not do such samples.
             values *= rng.choice(
                 [1] * 4 + [large**3], varies[: -len(lengths)] + (1,) * len(lengths)
             )

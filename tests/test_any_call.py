@@ -164,7 +164,7 @@ def check(call, backends=tuple(BACKENDS)):
                     assert_same_bits(expected[name] + 0, array[i] + 0)
             if call.mask == "rows":
                 hidden = {name: array[i][~counts] for name, array in results.items()}
-                # Of a residual the sum is there, whatever it is.
+                # The sum with a residual is there, whatever it is.
                 given = made.in_parts(made.arrays["x"])[i][~counts]
                 assert (np.isnan(given) == np.isnan(hidden["x"])).all()
                 assert not any(hidden[name].any() for name in {"y", "rstd", "ty"} & hidden.keys())
@@ -190,7 +190,7 @@ def check(call, backends=tuple(BACKENDS)):
 @given(calls.calls())
 # Statistics of samples along a later axis were compared by no test.
 @example(Call(1, (3, 4, 5), -1, (f4,) * 4, given=("statistics",), varying=(1,)))
-# Of one column dx is the residue of rounding g: the reference, where reversed rows went, has another.
+# Residues of rounding g are all of dx of one column: the reference, where reversed rows went, has others.
 @example(Call(1, (5, 1), -1, (f4, f4, f8, f8), outs=(None, Place(gap=8, backwards=True)) * 2))
 def test_any_call(call):
     check(call)

@@ -62,7 +62,7 @@ def test_a_constant_row_is_exactly_beta(dtype, backend, n, value):
     np.testing.assert_array_equal(dx, np.zeros_like(x))
 
 
-# What is spoiled: a number of these arrays; two of one column of dy, by both signs; all the variance of a row.
+# Spoiled are a number of these arrays; two of one column of dy, by both signs; all the variance of a row.
 SPOILED = "x", "row", "dy", "dy without beta", "signs", "gamma", "beta", "gamma and beta", "old"
 
 

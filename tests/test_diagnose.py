@@ -47,7 +47,7 @@ def judged(family, dtype, n):
     return Case(x, eps, exact.rounded("y", np.float64), statistics, predicted)
 
 
-# Of each row; squares of small errors would underflow.
+# Scaled by hypot: squares of small errors would underflow.
 root_mean_square = lambda v: np.hypot.reduce(v, axis=1) / np.sqrt(v.shape[1])
 
 

@@ -82,7 +82,7 @@ def count_cost(
         # x, dy, y and dx have s bytes per element, all else c. At most four arrays of c live.
         c = max(s, 4)
         return Cost(flops * size, (2 * s + extra * c) * size, 4 * c * size)
-    # What must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in,
+    # Bytes that must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in,
     # dx and the two sums out.
     statistics, block = rows * _statistics(s, kind), 8 * min(max(1, _BLOCK // n), rows) * n
     held = s * size + (2 * s * n if backward else statistics) + extra * block

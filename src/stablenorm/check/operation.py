@@ -79,7 +79,7 @@ class Operation:
             said = str(error) if isinstance(error, FaultError) else said
             msg = f"{way} raised {said}".removesuffix(": ")
             raise FaultError(msg, raised=True) from None
-        if changed := dict.fromkeys(name for name, a, held in before if a.tobytes() != held):
+        if changed := dict.fromkeys(name for name, a, old in before if a.tobytes() != old):
             self.modified[way] = f"the {way} modifies {', '.join(changed)}"
         return result
 

@@ -150,7 +150,7 @@ def _objection(norm: Norm, data: _Data, eps: float) -> str:
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
     except FaultError as fault:
-        # Where gradients that are returned cannot be told apart, nothing can be checked.
+        # Nothing can be checked if the gradients that are returned cannot be told apart.
         if fault.raised:
             return str(fault)
         raise

@@ -76,7 +76,9 @@ def _reworded(
         return None
     if normalize_axes(axis, x.ndim) != (x.ndim - 1,):
         return None
-    norm, rows = norm._replace(eps=check_eps(norm.eps)), x
+    rows = x
+    if type(norm.eps) is not float:
+        norm = norm._replace(eps=check_eps(norm.eps))
     if type(norm.gamma_offset) is not float:
         norm = norm._replace(gamma_offset=real("gamma_offset", norm.gamma_offset))
     if out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative:

@@ -148,7 +148,7 @@ def _as_matrix(array: Array) -> Array:
 
 
 _core.prepare(
-    Norm, Cache, Statistics, Gradients, NAMES, get_num_threads, _finish_forward, _finish_backward,
+    Norm, Cache, Statistics, Gradients, get_num_threads, _finish_forward, _finish_backward,
     memory.default_limit,
 )  # fmt: skip
 memory.use(_core)

@@ -27,7 +27,8 @@ NOINLINE inline void merge_columns(const double* part, double* total, double* lo
 // Widens n elements of a parameter, with one NaN for all, or fills in the neutral one; zeros follow them.
 inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
     if (from) convert_row(type, from, to, n);
-    for (Index j = 0; j < n; j++) to[j] = !from ? neutral : to[j] == to[j] ? to[j] : __builtin_nan("");
+    else for (Index j = 0; j < n; j++) to[j] = neutral;
+    for (Index j = 0; j < n; j++) to[j] = to[j] == to[j] ? to[j] : __builtin_nan("");
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
 }
 

@@ -10,7 +10,7 @@ constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
 
 // ---- objects that Python hands over once ----
 
-enum { NORM, CACHE, STATISTICS, GRADIENTS, ALL_NAMES, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, GIVEN };
+enum { NORM, CACHE, STATISTICS, GRADIENTS, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, GIVEN };
 PyObject* given_once[GIVEN];
 
 // The fields of Python's named tuples, in their order.
