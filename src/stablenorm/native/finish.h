@@ -36,8 +36,7 @@ template <class From, class To> NOINLINE void convert(const From* from, To* to, 
 template <class T> NOINLINE void convert_row(Type type, const char* from, T* to, Index n) {
     of_type(type, [&](auto* kind) {
         using From = std::remove_pointer_t<decltype(kind)>;
-        if constexpr (sizeof(From) == 2 && sizeof(T) == 2) memcpy(to, from, (size_t)n * sizeof(T));
-        else if constexpr (sizeof(From) <= sizeof(T)) convert((const From*)from, to, n);
+        if constexpr (sizeof(From) < sizeof(T) || sizeof(T) == 8) convert((const From*)from, to, n);
     });
 }
 

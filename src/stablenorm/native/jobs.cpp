@@ -153,8 +153,7 @@ void plan(Call& c) {
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
     bool any_float64 = (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64);
     for (int i = 0; i < 2; i++) any_float64 |= c.sums_out[i] && c.sums_type[i] == F64;
-    bool needs_pairs = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
-                (c.backward && !c.spread) || any_float64;
+    bool needs_pairs = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) || any_float64;
     bool needs_staging = c.backward && (c.plus.data || c.dy.type != c.x.type);
     // Pairs round rare calls correctly.
     c.in_pairs = c.in_pairs || (c.nearest && (needs_pairs || needs_staging));

@@ -45,13 +45,8 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
                 c.marks[i] = errors[r].a < 1 ? 0 : UNCERTIFIED;
                 if (c.spread) c.spread[i] = size;
             }
-            if (!c.y.data) continue;  // the statistics alone are wanted
             y[r] = (T*)row_of(c.y, i);
-            if (!c.staged) continue;
-            write_y<1, Mode<LAYER, LAYER, false>, false>(x, &own.high, c.n, of, r, given, 0);
-            finish_row(c, own, i, 0);
         }
-        if (!c.y.data || c.staged) return;
         using Far = Mode<LAYER, LAYER, NEAREST>;
         using Near = Mode<LAYER, LAYER && !NEAREST, NEAREST>;
         auto some = c.past ? write_y<ROWS_OF_Y, Far, true, T, T> : write_y<ROWS_OF_Y, Far, false, T, T>;
