@@ -6,8 +6,7 @@ import os
 import warnings
 from typing import Any
 
-from stablenorm import reference
-from stablenorm.arrays import HOST, Arrays
+from stablenorm import arrays, reference
 from stablenorm.call import OPERATIONS
 
 # A backend is a module with a function for each operation. Backends for NumPy arrays:
@@ -82,9 +81,9 @@ def choose(backend: str | None, on_device: bool = False) -> str:
     return backend
 
 
-def arrays_of(backend: str) -> Arrays:
-    """Return how the arrays of a backend are handled."""
-    return _cuda().ARRAYS if backend == "cuda" else HOST
+def arrays_of(backend: str) -> Any:
+    """Return the module that handles the arrays of a backend."""
+    return _cuda() if backend == "cuda" else arrays
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from dask.array import Array, blockwise, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from stablenorm import memory
-from stablenorm.arrays import HOST, is_lazy, normalize_axes
+from stablenorm import arrays, memory
+from stablenorm.arrays import is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
@@ -51,13 +51,10 @@ def threads_of_task() -> int | None:
 def convert(name: str, value: Any) -> Any:
     """Return an argument, its dtype checked and in this machine's byte order; a Dask array stays one."""
     if not is_lazy(value):
-        return HOST.convert(name, value)
+        return arrays.convert(name, value)
     check_blocks(name, value)
     check_dtype(name, value)
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-
-
-LAZY = HOST._replace(convert=convert)
 
 
 def check_blocks(name: str, array: Array) -> None:
@@ -158,7 +155,7 @@ def forward(
     check_combinations([DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
-    norm = checks.checked_norm(LAZY, norm, x.shape, axes)
+    norm = checks.checked_norm(convert, norm, x.shape, axes)
     if cut := [axis - x.ndim for axis in axes if x.numblocks[axis] > 1]:
         msg = (
             f"x has {x.numblocks[cut[0]]} chunks along axis {cut[0]}, which is normalized; "
@@ -166,7 +163,7 @@ def forward(
         )
         raise ValueError(msg)
     if residual is not None:
-        residual = checks.of_shape(LAZY, "residual", residual, x.shape)
+        residual = checks.of_shape(convert, "residual", residual, x.shape)
     if is_lazy(where):
         # Its elements are looked at block by block.
         check_blocks("where", where)
@@ -228,9 +225,9 @@ def backward(
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
         raise TypeError(msg)
-    dy = checks.of_shape(LAZY, "dy", dy, x.shape, "the y of this cache")
+    dy = checks.of_shape(convert, "dy", dy, x.shape, "the y of this cache")
     if dsum is not None:
-        dsum = checks.of_shape(LAZY, "dsum", dsum, x.shape)
+        dsum = checks.of_shape(convert, "dsum", dsum, x.shape)
     every = tuple(range(x.ndim))
     of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import shorten
 from typing import Any, cast
 
@@ -10,24 +10,26 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import Arrays, is_lazy_cache, normalized_shape, refuse_others, show_axes
+from stablenorm.arrays import is_lazy_cache, normalized_shape, refuse_others, show_axes
 from stablenorm.functional.combinations import NEAREST, check_combinations
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
 
+# Turns an argument, after its name, into an array of a floating dtype.
+Convert = Callable[[str, Any], Array]
+
 
 def checked_norm(
-    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
+    convert: Convert, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
     gamma_offset, rounding = norm.gamma_offset, cast(Any, norm.rounding)
-    normalized_shape(x_shape, axes)
+    shape = normalized_shape(x_shape, axes)
     gamma, beta = (
-        None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
+        None if value is None else _parameter(name, convert(name, value), shape, x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
     )
-    eps, is_float = check_eps(norm.eps), type(gamma_offset) is float
-    offset = gamma_offset if is_float else real("gamma_offset", gamma_offset)
+    eps, offset = check_eps(norm.eps), real("gamma_offset", gamma_offset)
     if not math.isfinite(offset):
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
@@ -41,11 +43,11 @@ def checked_norm(
     return Norm(gamma, beta, eps, norm.kind, offset, rounding)
 
 
-def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    shape, leading = normalized_shape(x_shape, axes), array.ndim - len(axes)
+def _parameter(name: str, array: Array, shape: Lead, x_shape: Lead, axes: tuple[int, ...]) -> Array:
+    """Return gamma or beta, if its shape is that of the normalized axes, perhaps after others."""
     if array.shape == shape:
         return array
-    cure = ""
+    leading, cure = array.ndim - len(axes), ""
     if leading > 0 and array.shape[leading:] == shape:
         lengths = tuple(length for i, length in enumerate(x_shape) if i not in axes)
         if fits(array.shape[:leading], lengths):
@@ -63,10 +65,10 @@ def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
 
 
 def of_shape(
-    arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
+    convert: Convert, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
 ) -> Array:
     """Return an argument as an array of a shape; `of` names the array whose shape that is."""
-    array: Array = arrays.convert(name, value)
+    array = convert(name, value)
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
         raise ValueError(msg)
@@ -163,13 +165,13 @@ def asked_names(wrt: object) -> tuple[str, ...]:
 
 
 def results_in(
-    arrays: Arrays, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
+    arrays: Any, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
 ) -> list[Any]:
     """Return `outs`, checked, or new arrays like these; the first may be the input `over`."""
     found: list[Any] = []
     for (name, like), out in zip(likes.items(), outs, strict=True):
         if like is None or out is None:
-            found.append(None if like is None else arrays.empty(like.shape, like.dtype, like))
+            found.append(None if like is None else arrays.empty_like(like))
             continue
         target = arrays.target(name, out, like.shape, like.dtype)
         for other, there in inputs.items():
@@ -187,7 +189,7 @@ def results_in(
 
 
 def checked_gradients(
-    arrays: Arrays, out: Any, likes: dict[str, Any], inputs: dict[str, Any], accumulate: bool
+    arrays: Any, out: Any, likes: dict[str, Any], inputs: dict[str, Any], accumulate: bool
 ) -> Gradients:
     """Return the arrays to write gradients into; None for those that wrt leaves out."""
     needs = "out must have three entries, for dx, dgamma and dbeta, got"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import HOST, is_lazy_cache
+from stablenorm.arrays import convert, empty_like, is_lazy_cache
 from stablenorm.backends import arrays_of, plain, run
 from stablenorm.call import Backward, DoubleBackward, Jvp
 from stablenorm.functional.checks import (
@@ -54,14 +54,14 @@ def backward(
     arrays, accumulate = arrays_of(name), bool(accumulate)
     given = {"dsum": dsum, "dmean": dmean, "drstd": drstd, "sum_axes": sum_axes}
     check_combinations(features_of(norm, axes, name), **given, accumulate=accumulate)
-    dy = of_shape(arrays, "dy", dy, x.shape, "the y of this cache")
+    dy = of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
     if dsum is not None:
-        dsum = of_shape(arrays, "dsum", dsum, x.shape)
+        dsum = of_shape(arrays.convert, "dsum", dsum, x.shape)
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
     dmean, drstd = (
         None
         if each is None
-        else of_shape(arrays, called, each, of_rows, "cache.rstd").astype(float).reshape(-1)
+        else of_shape(arrays.convert, called, each, of_rows, "cache.rstd").astype(float).reshape(-1)
         for called, each in (("dmean", dmean), ("drstd", drstd))
     )
     lead, parameters = None, list(norm[:2])
@@ -77,9 +77,7 @@ def backward(
         dy, x, norm, statistics, *gradients, dsum, dmean, drstd, where, sums, threads=threads
     )
     if name == "cuda":
-        like_x = {"dy": dy, "x": x, "dx": call.dx}
-        rows: Any = {n: arrays.rows(each, axes) for n, each in like_x.items() if each is not None}
-        run(name, call._replace(**rows))
+        run(name, call._replace(dy=(dy, axes), x=(x, axes), dx=(call.dx, axes)))
     else:
         run_passes(name, call, axes, lead)
     return gradients
@@ -120,7 +118,7 @@ def jvp(
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
     tangent, first, second, mask = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
     x, norm, axes, statistics, backend, _ = cache
-    ty = HOST.empty(x.shape, x.dtype, x)
+    ty = empty_like(x)
     run_plain(backend, Jvp(tangent, x, norm, statistics, first, second, ty, mask), axes)
     return ty
 
@@ -137,9 +135,11 @@ def double_backward(
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
     ddx, dy, first, second, mask = _checked("double_backward", kind, cache, of_x, of_parameters)
     x, norm, axes, statistics, backend, _ = cache
-    ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
-    dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
-    results = ddy, dx, dgamma
+    results = (
+        empty_like(x),
+        empty_like(x),
+        norm.gamma if norm.gamma is None else empty_like(norm.gamma),
+    )
     call = DoubleBackward(ddx, dy, x, norm, statistics, first, second, *results, mask)
     run_plain(backend, call, axes)
     return results
@@ -153,12 +153,14 @@ def _checked(
         check_combinations((what, DASK))
     check_cache(cache, None, kind, what)
     check_combinations((what, *features_of(cache.norm, cache.axis, cache.backend)))
-    checked: list[Any] = [of_shape(HOST, *each, cache.x.shape) for each in of_x.items()]
+    checked: list[Any] = [of_shape(convert, *each, cache.x.shape) for each in of_x.items()]
     parameters = zip(of_parameters.items(), NAMES[1:], cache.norm[:2], strict=True)
     for (called, value), name, like in parameters:
         if value is not None and like is None:
             msg = f"{called} must be None, since this cache has no {name}; pass one to the forward"
             raise ValueError(msg)
-        checked.append(None if value is None else of_shape(HOST, called, value, like.shape, name))
+        checked.append(
+            None if value is None else of_shape(convert, called, value, like.shape, name)
+        )
     where = None if cache.where is None else np.broadcast_to(cache.where, cache.x.shape)
     return [*checked, where]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, plain, run
@@ -17,7 +16,7 @@ from stablenorm.types import Array, Cache, Norm, check_eps, real
 
 
 def forward(
-    x: ArrayLike,
+    x: Any,
     norm: Norm,
     axis: int | tuple[int, ...] | None = -1,
     out: Array | None = None,
@@ -38,13 +37,13 @@ def forward(
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
     axes = normalize_axes(axis, x.ndim)
-    norm = checked_norm(arrays, norm, x.shape, axes)
+    norm = checked_norm(arrays.convert, norm, x.shape, axes)
     keywords = {"residual": residual is not None, "where": where is not None}
     check_combinations(features_of(norm, axes, name), **keywords)
     total: Any = None
     if residual is not None:
-        residual = of_shape(arrays, "residual", residual, x.shape)
-        total = arrays.empty(x.shape, x.dtype, x)
+        residual = of_shape(arrays.convert, "residual", residual, x.shape)
+        total = arrays.empty_like(x)
     named = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
     over = "" if keep and residual is None else "x"
     (y,) = results_in(arrays, (out,), {"out": x}, named, over)
@@ -56,7 +55,7 @@ def forward(
         add(x, residual, total)
         call = call._replace(x=total, residual=None, total=None)
     if name == "cuda":
-        statistics = run(name, call._replace(x=arrays.rows(x, axes), y=arrays.rows(y, axes)))
+        statistics = run(name, call._replace(x=(x, axes), y=(y, axes)))
     else:
         if not x.size:
             # Without elements there is nothing to cut.

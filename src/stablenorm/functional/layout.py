@@ -42,51 +42,56 @@ class Layout(NamedTuple):
     of_samples: tuple[int, ...]
 
     def moved(self, array: Array) -> Array:
-        """Return an array of the shape of x with axes in this order, as other methods take it."""
-        moved = array.transpose(self.order)
-        return moved if len(self.last) < moved.ndim else moved[np.newaxis]
-
-    def view(self, moved: Array) -> Array | None:
-        """Return an array, a memmap perhaps, as (rows, n) without a copy; None if its rows are not plain."""
-        moved, count = np.asarray(moved), len(self.leading)
+        """Return an array of the shape of x as (rows, n) if its rows are plain; else with axes in this order."""
+        # An array may be a memmap.
+        moved, count = np.asarray(array).transpose(self.order), len(self.leading)
+        if len(self.last) == moved.ndim:
+            moved = moved[np.newaxis]
+        # A mask may have length 1 along the normalized axes.
+        if moved.dtype == np.bool_:
+            return moved
         if not moved.flags.c_contiguous:
-            if _step_of(moved.shape[:count], moved.strides[:count]) is None:
-                return None
-            step = _step_of(moved.shape[count:], moved.strides[count:])
-            if self.shape[1] > 1 and step != moved.itemsize:
-                return None
+            outer, inner = (
+                _step_of(moved.shape[some], moved.strides[some])
+                for some in (slice(count), slice(count, None))
+            )
+            if outer is None or (self.shape[1] > 1 and inner != moved.itemsize):
+                return moved
         # Such axes merge without a copy.
         return moved.reshape(self.shape)
 
     def read(self, moved: Array, rows: range | Array) -> Array:
         """Return a copy of some rows, (rows, n)."""
+        leading = self._leading(moved)
+        if is_plain(moved) and not isinstance(rows, range):
+            return np.take(moved, rows, axis=0)
         if not isinstance(rows, range):
-            view = self.view(moved)
-            if view is not None:
-                return np.take(view, rows, axis=0)
-            return moved[np.unravel_index(rows, self.leading)].reshape(len(rows), self.shape[1])
+            return moved[np.unravel_index(rows, leading)].reshape(len(rows), self.shape[1])
         found = memory.empty((len(rows), self.shape[1]), moved.dtype)
-        for box, some in _boxes(self.leading, rows.start, rows.stop):
+        for box, some in _boxes(leading, rows.start, rows.stop):
             _copy(moved[box], found[some].reshape(moved[box].shape))
         return found
 
     def write(self, moved: Array, rows: range | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
+        leading = self._leading(moved)
         if isinstance(rows, range):
-            for box, some in _boxes(self.leading, rows.start, rows.stop):
+            for box, some in _boxes(leading, rows.start, rows.stop):
                 _copy(found[some].reshape(moved[box].shape), moved[box])
         else:
-            index = np.unravel_index(rows, self.leading)
-            moved[index] = found.reshape(len(rows), *self.last)
+            index = np.unravel_index(rows, leading)
+            moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
 
-    def numbers(self) -> Array | None:
-        """Return which row of x, in C order, each row of this layout is; None if it is the same."""
+    def _leading(self, moved: Array) -> tuple[int, ...]:
+        return self.leading if moved.ndim > 2 else moved.shape[:1]
+
+    def numbers(self, shape: tuple[int, ...]) -> Array | None:
+        """Return which row of an x of this shape, in C order, each row of the layout is; None if the same."""
         axes = self.order[: len(self.order) - len(self.last)]
-        by = sorted(range(len(axes)), key=axes.__getitem__)
-        if by == sorted(by):
+        if list(axes) == sorted(axes):
             return None
-        rows = np.arange(self.shape[0]).reshape([self.leading[i] for i in by])
-        return rows.transpose(np.argsort(by)).reshape(-1)
+        lengths = [length if i in axes else 1 for i, length in enumerate(shape)]
+        return np.arange(self.shape[0]).reshape(lengths).transpose(self.order).reshape(-1)
 
     def parameter(self, array: Array | None) -> Any:
         """Return gamma or beta as (n,); with samples as (samples, n), the same elements where it does not vary."""
@@ -118,6 +123,11 @@ def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
     if parameter is None:
         return (1,) * (ndim - len(axes))
     return (1,) * (ndim - parameter.ndim) + parameter.shape[: parameter.ndim - len(axes)]
+
+
+def is_plain(moved: Array) -> bool:
+    """Tell whether an array is (rows, n) with unit stride within a row."""
+    return moved.ndim == 2 and (moved.shape[1] == 1 or moved.strides[1] == moved.itemsize)
 
 
 def _copy(source: Array, to: Array) -> None:
