@@ -111,8 +111,10 @@ def change(
     for i, name in enumerate(call._fields):
         if values[i] is None:
             continue
-        if name in READ or name in WRITTEN:
-            values[i] = read(values[i]) if name in READ else written(values[i])
+        if name in READ:
+            values[i] = read(values[i])
+        elif name in WRITTEN:
+            values[i] = written(values[i])
         elif name == "statistics":
             values[i] = values[i].of_rows(rows)
         elif name in ("dmean", "drstd"):
