@@ -28,7 +28,6 @@ from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks
 from stablenorm.functional import forward as functional
-from stablenorm.functional.combinations import DASK, check_combinations
 from stablenorm.functional.derivatives import run_passes
 from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
@@ -152,7 +151,7 @@ def forward(
 ) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
     residual, where = added
-    check_combinations([DASK], out=out)
+    checks.check_combinations([checks.DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
     norm = checks.checked_norm(convert, norm, x.shape, axes)
@@ -220,7 +219,7 @@ def backward(
     """Do what `functional.derivatives.backward` does with the cache of a Dask array."""
     checks.check_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
-    check_combinations([DASK], out=out, **dict(zip(names, others, strict=True)))
+    checks.check_combinations([checks.DASK], out=out, **dict(zip(names, others, strict=True)))
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"

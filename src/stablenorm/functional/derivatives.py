@@ -13,14 +13,7 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import convert, empty_like, is_lazy_cache
 from stablenorm.backends import arrays_of, plain, run
 from stablenorm.call import Backward, DoubleBackward, Jvp
-from stablenorm.functional.checks import (
-    asked_names,
-    check_cache,
-    check_sum_axes,
-    checked_gradients,
-    of_shape,
-)
-from stablenorm.functional.combinations import DASK, check_combinations, features_of
+from stablenorm.functional import checks
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.functional.plain import run_plain
 from stablenorm.types import NAMES, Array, Cache, Gradients
@@ -49,29 +42,31 @@ def backward(
     )
     if found is not None:
         return found
-    check_cache(cache, dy, kind)
+    checks.check_cache(cache, dy, kind)
     x, norm, axes, statistics, name, where = cache
     arrays, accumulate = arrays_of(name), bool(accumulate)
     given = {"dsum": dsum, "dmean": dmean, "drstd": drstd, "sum_axes": sum_axes}
-    check_combinations(features_of(norm, axes, name), **given, accumulate=accumulate)
-    dy = of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
+    checks.check_combinations(checks.features_of(norm, axes, name), **given, accumulate=accumulate)
+    dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
     if dsum is not None:
-        dsum = of_shape(arrays.convert, "dsum", dsum, x.shape)
+        dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape)
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
     dmean, drstd = (
         None
         if each is None
-        else of_shape(arrays.convert, called, each, of_rows, "cache.rstd").astype(float).reshape(-1)
+        else checks.of_shape(arrays.convert, called, each, of_rows, "cache.rstd")
+        .astype(float)
+        .reshape(-1)
         for called, each in (("dmean", dmean), ("drstd", drstd))
     )
     lead, parameters = None, list(norm[:2])
     if sum_axes is not None:
-        lead, parameters = check_sum_axes(sum_axes, cache)
-    asked = asked_names(wrt)
+        lead, parameters = checks.check_sum_axes(sum_axes, cache)
+    asked = checks.asked_names(wrt)
     three = zip(NAMES, (x, *parameters), strict=True)
     likes = {f"out.d{each}": like if each in asked else None for each, like in three}
     named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
-    gradients = checked_gradients(arrays, out, likes, named, accumulate)
+    gradients = checks.checked_gradients(arrays, out, likes, named, accumulate)
     sums = "added" if accumulate else "rounded"
     call = Backward(
         dy, x, norm, statistics, *gradients, dsum, dmean, drstd, where, sums, threads=threads
@@ -150,17 +145,17 @@ def _checked(
 ) -> list[Any]:
     """Return arguments like x, those like gamma and beta, and the mask in the shape of x."""
     if is_lazy_cache(cache):
-        check_combinations((what, DASK))
-    check_cache(cache, None, kind, what)
-    check_combinations((what, *features_of(cache.norm, cache.axis, cache.backend)))
-    checked: list[Any] = [of_shape(convert, *each, cache.x.shape) for each in of_x.items()]
+        checks.check_combinations((what, checks.DASK))
+    checks.check_cache(cache, None, kind, what)
+    checks.check_combinations((what, *checks.features_of(cache.norm, cache.axis, cache.backend)))
+    checked: list[Any] = [checks.of_shape(convert, *each, cache.x.shape) for each in of_x.items()]
     parameters = zip(of_parameters.items(), NAMES[1:], cache.norm[:2], strict=True)
     for (called, value), name, like in parameters:
         if value is not None and like is None:
             msg = f"{called} must be None, since this cache has no {name}; pass one to the forward"
             raise ValueError(msg)
         checked.append(
-            None if value is None else of_shape(convert, called, value, like.shape, name)
+            None if value is None else checks.of_shape(convert, called, value, like.shape, name)
         )
     where = None if cache.where is None else np.broadcast_to(cache.where, cache.x.shape)
     return [*checked, where]

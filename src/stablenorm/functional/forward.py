@@ -7,8 +7,7 @@ import numpy as np
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, plain, run
 from stablenorm.call import Forward
-from stablenorm.functional.checks import check_where, checked_norm, of_shape, results_in
-from stablenorm.functional.combinations import check_combinations, features_of
+from stablenorm.functional import checks
 from stablenorm.functional.layout import lead_of
 from stablenorm.functional.plain import BLOCK, run_plain
 from stablenorm.reference.blocks import add
@@ -37,18 +36,18 @@ def forward(
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
     axes = normalize_axes(axis, x.ndim)
-    norm = checked_norm(arrays.convert, norm, x.shape, axes)
+    norm = checks.checked_norm(arrays.convert, norm, x.shape, axes)
     keywords = {"residual": residual is not None, "where": where is not None}
-    check_combinations(features_of(norm, axes, name), **keywords)
+    checks.check_combinations(checks.features_of(norm, axes, name), **keywords)
     total: Any = None
     if residual is not None:
-        residual = of_shape(arrays.convert, "residual", residual, x.shape)
+        residual = checks.of_shape(arrays.convert, "residual", residual, x.shape)
         total = arrays.empty_like(x)
     named = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
     over = "" if keep and residual is None else "x"
-    (y,) = results_in(arrays, (out,), {"out": x}, named, over)
+    (y,) = checks.results_in(arrays, (out,), {"out": x}, named, over)
     if where is not None:
-        where = check_where(where, x.shape, axes, norm.rounding)
+        where = checks.check_where(where, x.shape, axes, norm.rounding)
     call = Forward(x, norm, y, keep, residual, total, where, 1, threads)
     if where is not None and residual is not None:
         # cache.x holds the sum for rows that do not count, too.
