@@ -26,9 +26,7 @@ from stablenorm.arrays import is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
-from stablenorm.functional import checks
-from stablenorm.functional import forward as functional
-from stablenorm.functional.derivatives import run_passes
+from stablenorm.functional import checks, operations
 from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
@@ -149,7 +147,7 @@ def _word(kept: Cache, x: Any, which: str) -> Any:
 def forward(
     x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, *added: Any
 ) -> tuple[Array, LazyCache | None]:
-    """Do what `functional.forward` does with an x that is a Dask array."""
+    """Do what `operations.forward` does with an x that is a Dask array."""
     residual, where = added
     checks.check_combinations([checks.DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
@@ -195,7 +193,7 @@ def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> 
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
     norm, axes, backend, keep = call
     norm, threads = Norm._make((*parameters, *norm[2:])), threads_of_task()
-    y, cache = functional.forward(x, norm, axes, None, backend, keep, residual, where, threads)
+    y, cache = operations.forward(x, norm, axes, None, backend, keep, residual, where, threads)
     if cache is None:
         return y
     bare = _filled(None, None, None, cache)
@@ -216,7 +214,7 @@ def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
 def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
-    """Do what `functional.derivatives.backward` does with the cache of a Dask array."""
+    """Do what `operations.backward` does with the cache of a Dask array."""
     checks.check_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
     checks.check_combinations([checks.DASK], out=out, **dict(zip(names, others, strict=True)))
@@ -254,7 +252,7 @@ def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, found: Any, *block: An
     out, how = Gradients(dx, *totals), "pairs" if found is None else "exact"
     if found is None or found[1].any():
         extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
-        run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
+        operations.run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
     return out
 
 

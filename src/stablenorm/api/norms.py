@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.derivatives import backward
-from stablenorm.functional.forward import forward
+from stablenorm.functional.operations import backward, forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
 # Makes a NamedTuple in half the time.

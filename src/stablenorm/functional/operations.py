@@ -1,7 +1,7 @@
 """
-The backward, forward mode and second order.
+The forward, the backward, forward mode and second order.
 
-Kernels do a plain backward at once; any other call is checked, made plain and handed to a backend.
+Kernels do a plain call at once; any other is checked, made plain and handed to a backend.
 """
 
 from collections.abc import Sequence
@@ -10,55 +10,119 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import convert, empty_like, is_lazy_cache
-from stablenorm.backends import arrays_of, plain, run
-from stablenorm.call import Backward, DoubleBackward, Jvp
+from stablenorm.arrays import convert, empty_like, is_lazy_cache, normalize_axes, on_cuda_device
+from stablenorm.backends import arrays_of, choose, plain, run
+from stablenorm.call import Backward, DoubleBackward, Forward, Jvp
 from stablenorm.functional import checks
 from stablenorm.functional.layout import Lead, lead_of
-from stablenorm.functional.plain import run_plain
-from stablenorm.types import NAMES, Array, Cache, Gradients
+from stablenorm.functional.plain import BLOCK, run_plain
+from stablenorm.reference.blocks import add
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
+
+
+def forward(
+    x: Any, norm: Norm, axis: int | tuple[int, ...] | None = -1, out: Array | None = None,
+    backend: str | None = None, keep: bool = True, residual: Any = None, where: Any = None,
+    threads: int | None = None,
+) -> tuple[Array, Any]:  # fmt: skip
+    """Return y and the cache, None without `keep`; then y may overwrite x."""
+    if backend is None or backend == "native":
+        found: tuple[Array, Any] | None = plain("forward")(
+            x, norm, axis, out, backend, keep, residual, where, threads
+        ) or _reworded(x, norm, axis, out, keep, residual, where, threads)
+        if found is not None:
+            return found
+    name = choose(backend, on_cuda_device(x))
+    arrays = arrays_of(name)
+    x = arrays.convert("x", x)
+    axes = normalize_axes(axis, x.ndim)
+    norm = checks.checked_norm(arrays.convert, norm, x.shape, axes)
+    keywords = {"residual": residual is not None, "where": where is not None}
+    checks.check_combinations(checks.features_of(norm, axes, name), **keywords)
+    total: Any = None
+    if residual is not None:
+        residual = checks.of_shape(arrays.convert, "residual", residual, x.shape)
+        total = arrays.empty_like(x)
+    named = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
+    over = "" if keep and residual is None else "x"
+    (y,) = checks.results_in(arrays, (out,), {"out": x}, named, over)
+    if where is not None:
+        where = checks.check_where(where, x.shape, axes, norm.rounding)
+    call = Forward(x, norm, y, keep, residual, total, where, 1, threads)
+    if where is not None and residual is not None:
+        # cache.x holds the sum for rows that do not count, too.
+        add(x, residual, total)
+        call = call._replace(x=total, residual=None, total=None)
+    if name == "cuda":
+        statistics = run(name, call._replace(x=(x, axes), y=(y, axes)))
+    else:
+        if not x.size:
+            # Without elements there is nothing to cut.
+            call = call._replace(norm=norm._replace(gamma=None, beta=None, gamma_offset=0.0))
+        leads = (lead_of(each, x.ndim, axes) for each in call.norm[:2])
+        statistics = run_plain(name, call, axes, *leads)
+    if not keep:
+        return y, None
+    return y, Cache(x if total is None else total, norm, axes, statistics, name, where)
+
+
+def _reworded(
+    x: Any, norm: Norm, axis: Any, out: Any, keep: bool, residual: Any, where: Any, threads: Any
+) -> Any:
+    """Try the kernels with the usual spellings of axis and numbers, and with a copy of a small x with gaps."""
+    if type(x) is not np.ndarray or x.ndim == 0 or where is not None:
+        return None
+    if normalize_axes(axis, x.ndim) != (x.ndim - 1,):
+        return None
+    rows = x
+    if type(norm.eps) is not float:
+        norm = norm._replace(eps=check_eps(norm.eps))
+    if type(norm.gamma_offset) is not float:
+        norm = norm._replace(gamma_offset=real("gamma_offset", norm.gamma_offset))
+    if out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative:
+        rows = np.ascontiguousarray(x)
+    found: Any = plain("forward")(rows, norm, -1, out, None, keep, residual, None, threads)
+    if found is None or rows is x or not keep:
+        return found
+    # The cache refers to x, not to the copy.
+    return found[0], found[1]._replace(x=x)
+
+
+# ---- the backward ----
 
 
 def backward(
-    dy: ArrayLike,
-    cache: Cache,
-    kind: str,
-    wrt: Sequence[str] = NAMES,
-    out: Sequence[Array | None] | None = None,
-    dsum: Any = None,
-    sum_axes: int | tuple[int, ...] | None = None,
-    dmean: Any = None,
-    drstd: Any = None,
+    dy: ArrayLike, cache: Cache, kind: str, wrt: Sequence[str] = NAMES,
+    out: Sequence[Array | None] | None = None, dsum: Any = None,
+    sum_axes: int | tuple[int, ...] | None = None, dmean: Any = None, drstd: Any = None,
     accumulate: bool = False,
-    threads: int | None = None,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the requested gradients."""
     # Kernels know tuples alone.
     if type(wrt) is not tuple and isinstance(wrt, (str, list)):
         wrt = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     out = tuple(out) if type(out) is list else out
     found: Gradients | None = plain("backward")(
-        dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
+        dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, None
     )
     if found is not None:
         return found
     checks.check_cache(cache, dy, kind)
     x, norm, axes, statistics, name, where = cache
     arrays, accumulate = arrays_of(name), bool(accumulate)
-    given = {"dsum": dsum, "dmean": dmean, "drstd": drstd, "sum_axes": sum_axes}
-    checks.check_combinations(checks.features_of(norm, axes, name), **given, accumulate=accumulate)
+    checks.check_combinations(
+        checks.features_of(norm, axes, name),
+        dsum=dsum, dmean=dmean, drstd=drstd, sum_axes=sum_axes, accumulate=accumulate,
+    )  # fmt: skip
     dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
     if dsum is not None:
         dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape)
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
-    dmean, drstd = (
-        None
-        if each is None
-        else checks.of_shape(arrays.convert, called, each, of_rows, "cache.rstd")
-        .astype(float)
-        .reshape(-1)
-        for called, each in (("dmean", dmean), ("drstd", drstd))
-    )
+    of_statistics = {"dmean": dmean, "drstd": drstd}
+    for called, given in of_statistics.items():
+        if given is not None:
+            array = checks.of_shape(arrays.convert, called, given, of_rows, "cache.rstd")
+            of_statistics[called] = array.astype(float).reshape(-1)
     lead, parameters = None, list(norm[:2])
     if sum_axes is not None:
         lead, parameters = checks.check_sum_axes(sum_axes, cache)
@@ -68,9 +132,8 @@ def backward(
     named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
     gradients = checks.checked_gradients(arrays, out, likes, named, accumulate)
     sums = "added" if accumulate else "rounded"
-    call = Backward(
-        dy, x, norm, statistics, *gradients, dsum, dmean, drstd, where, sums, threads=threads
-    )
+    added: Any = {"dsum": dsum, **of_statistics}
+    call = Backward(dy, x, norm, statistics, *gradients, **added, where=where, sums=sums)
     if name == "cuda":
         run(name, call._replace(dy=(dy, axes), x=(x, axes), dx=(call.dx, axes)))
     else:
@@ -119,13 +182,9 @@ def jvp(
 
 
 def double_backward(
-    kind: str,
-    ddx: ArrayLike,
-    dy: ArrayLike,
-    cache: Cache,
-    ddgamma: ArrayLike | None,
-    ddbeta: ArrayLike | None,
-) -> tuple[Array, Array, Array | None]:
+    kind: str, ddx: ArrayLike, dy: ArrayLike, cache: Cache,
+    ddgamma: ArrayLike | None, ddbeta: ArrayLike | None,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
     ddx, dy, first, second, mask = _checked("double_backward", kind, cache, of_x, of_parameters)
