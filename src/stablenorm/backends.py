@@ -16,6 +16,11 @@ BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 
+@functools.cache
+def _module(backend: str) -> Any:
+    return importlib.import_module(_MODULES[backend])
+
+
 def run(backend: str, call: Any) -> Any:
     """Do a call by a backend or, where that declines it, by the reference; return what it returns."""
     operation = OPERATIONS[type(call)]
@@ -26,15 +31,14 @@ def run(backend: str, call: Any) -> Any:
 @functools.cache
 def implementation(operation: str, backend: str) -> Any:
     """Return the function of a backend, or else of the reference, that takes the record of a call."""
-    module = importlib.import_module(_MODULES[backend])
-    return getattr(module, operation, None) or getattr(reference, operation)
+    return getattr(_module(backend), operation, None) or getattr(reference, operation)
 
 
 @functools.cache
 def plain(operation: str) -> Any:
     """Return the function of the kernels that does a plain call at once, or returns None if it is none."""
     try:
-        return getattr(importlib.import_module(_MODULES["native"]), f"plain_{operation}")
+        return getattr(_module("native"), f"plain_{operation}")
     except (ImportError, AttributeError):
         return lambda *_: None
 
@@ -66,7 +70,7 @@ def choose(backend: str | None, on_device: bool = False) -> str:
         return _default()
     if backend == "cuda":
         # First say whether this machine lacks something.
-        _cuda().check_usable()
+        _module(backend).check_usable()
         msg = (
             'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '
             "pass cupy.asarray(x)"
@@ -83,9 +87,4 @@ def choose(backend: str | None, on_device: bool = False) -> str:
 
 def arrays_of(backend: str) -> Any:
     """Return the module that handles the arrays of a backend."""
-    return _cuda() if backend == "cuda" else arrays
-
-
-@functools.cache
-def _cuda() -> Any:
-    return importlib.import_module(_MODULES["cuda"])
+    return _module(backend) if backend == "cuda" else arrays

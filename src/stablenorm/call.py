@@ -9,8 +9,6 @@ The operation of a backend takes the record. It may decline, by returning NotImp
 reference does all of the call. Otherwise it does all of the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ Nothing is computed here but names, shapes and checks. The first task of a block
 call made of it; what the user holds, y, the cache, dx, refers to it by tasks that only take a part.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
@@ -64,13 +62,13 @@ def check_blocks(name: str, array: Array) -> None:
         raise TypeError(msg)
 
 
-def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
+def operand(value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
     """Return `value`, whose axes are these of x or have length 1, cut as x is."""
     if value is None:
         return _NOTHING
     if not is_lazy(value):
-        # One block of a name that is always the same, which all tasks refer to.
-        value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
+        # One block, which all tasks refer to.
+        value = from_array(value, chunks=-1)
     # An axis of length 1 may be cut too, into it and chunks of nothing.
     pairs = zip(axes, value.shape, strict=True)
     chunks = tuple(x.chunks[i] if length == x.shape[i] else (1,) for i, length in pairs)
@@ -115,10 +113,10 @@ def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
         groups.setdefault((name, *place), []).append(TaskRef((parts.name, *at)))
     for key, leaves in groups.items():
         for level in itertools.count():
-            starts = range(0, len(leaves), _FAN_IN)
-            keys = [(*key, level, i) for i in starts] if len(leaves) > _FAN_IN else [key]
-            for made, i in zip(keys, starts, strict=True):
-                tasks[made] = Task(made, sums.merged, *leaves[i : i + _FAN_IN])
+            some = [leaves[i : i + _FAN_IN] for i in range(0, len(leaves), _FAN_IN)]
+            keys = [(*key, level, i) for i in range(len(some))] if len(some) > 1 else [key]
+            both = zip(keys, some, strict=True)
+            tasks |= {made: Task(made, sums.merged, *group) for made, group in both}
             leaves[:] = map(TaskRef, keys)
             if keys == [key]:
                 break
@@ -169,8 +167,8 @@ def forward(
         where = checks.check_where(where, x.shape, axes, norm.rounding)
     operands = (
         (x, every),
-        operand("residual", residual, x, every),
-        operand("where", where, x, every[x.ndim - np.ndim(where) :]),
+        operand(residual, x, every),
+        operand(where, x, every[x.ndim - np.ndim(where) :]),
         *_parameters(norm, x, axes),
     )
     call = norm._replace(gamma=None, beta=None), axes, chosen, keep
@@ -207,8 +205,8 @@ def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
 def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
     """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    pairs: Any = zip(NAMES[1:], norm[:2], strict=True)
-    return [operand(name, v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for name, v in pairs]
+    both: Any = norm[:2]
+    return [operand(each, x, (*others[x.ndim - np.ndim(each) :], *axes)) for each in both]
 
 
 def backward(
@@ -226,7 +224,7 @@ def backward(
     if dsum is not None:
         dsum = checks.of_shape(convert, "dsum", dsum, x.shape)
     every = tuple(range(x.ndim))
-    of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
+    of_dy, of_dsum = operand(dy, x, every), operand(dsum, x, every)
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
     # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"

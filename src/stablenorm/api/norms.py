@@ -267,8 +267,7 @@ def rms_norm(
     Returns
     -------
     array
-        ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, of the shape and dtype of `x`; `out` if
-        that was given.
+        ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, as `layer_norm` returns it.
 
     Notes
     -----
@@ -301,15 +300,9 @@ def rms_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm_forward`, and so are all the rest and the errors.
-
-    Returns
-    -------
-    y : array
-        The result, of the shape and dtype of `x`.
-    cache : Cache
-        For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
-        square, 8 bytes (16 with float64 data; 8 more with ``rounding="nearest"``).
+        As for `layer_norm_forward`, and so are all the rest, the results and the errors. The cache is
+        for `rms_norm_backward`, and has of each row the reciprocal root mean square alone: 8 bytes (16
+        with float64 data; 8 more with ``rounding="nearest"``).
 
     Examples
     --------

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from textwrap import shorten
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
@@ -22,8 +22,8 @@ def checked_norm(
     convert: Convert, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
-    gamma_offset, rounding = norm.gamma_offset, cast(Any, norm.rounding)
-    shape = normalized_shape(x_shape, axes)
+    shape, gamma_offset = normalized_shape(x_shape, axes), norm.gamma_offset
+    rounding: Any = norm.rounding
     gamma, beta = (
         None if value is None else _parameter(name, convert(name, value), shape, x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
@@ -33,8 +33,7 @@ def checked_norm(
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
     if offset and gamma is None:
-        given = f"gamma_offset={gamma_offset}"
-        msg = f"gamma must be given with {given}, got None; leave gamma_offset away"
+        msg = f"gamma must be given with gamma_offset={gamma_offset}, got None; leave gamma_offset away"
         raise ValueError(msg)
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'

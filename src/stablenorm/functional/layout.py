@@ -5,8 +5,6 @@ A *lead* has one length for each axis of x that is not normalized: x's own if a 
 else 1. Axes whose length in the lead is not 1 cut x into samples.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

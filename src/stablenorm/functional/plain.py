@@ -4,8 +4,6 @@ Make any call plain: a backend gets its rows as they lie or, if they are not pla
 Rows without an element that counts are left out; sums made in parts are rounded at the end.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
