@@ -4,7 +4,6 @@ The forward, the backward, forward mode and second order.
 Kernels do a plain call at once; any other is checked, made plain and handed to a backend.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, re
 
 
 def forward(
-    x: Any, norm: Norm, axis: int | tuple[int, ...] | None = -1, out: Array | None = None,
-    backend: str | None = None, keep: bool = True, residual: Any = None, where: Any = None,
-    threads: int | None = None,
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool,
+    residual: Any, where: Any, threads: int | None = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Return y and the cache, None without `keep`; then y may overwrite x."""
     if backend is None or backend == "native":
@@ -92,10 +90,8 @@ def _reworded(
 
 
 def backward(
-    dy: ArrayLike, cache: Cache, kind: str, wrt: Sequence[str] = NAMES,
-    out: Sequence[Array | None] | None = None, dsum: Any = None,
-    sum_axes: int | tuple[int, ...] | None = None, dmean: Any = None, drstd: Any = None,
-    accumulate: bool = False,
+    dy: Any, cache: Cache, kind: str, wrt: Any, out: Any,
+    dsum: Any, sum_axes: Any, dmean: Any, drstd: Any, accumulate: bool,
 ) -> Gradients:  # fmt: skip
     """Return the requested gradients."""
     # Kernels know tuples alone.
@@ -110,18 +106,16 @@ def backward(
     checks.check_cache(cache, dy, kind)
     x, norm, axes, statistics, name, where = cache
     arrays, accumulate = arrays_of(name), bool(accumulate)
-    checks.check_combinations(
-        checks.features_of(norm, axes, name),
-        dsum=dsum, dmean=dmean, drstd=drstd, sum_axes=sum_axes, accumulate=accumulate,
-    )  # fmt: skip
+    of_statistics = {"dmean": dmean, "drstd": drstd}
+    given = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": accumulate, **of_statistics}
+    checks.check_combinations(checks.features_of(norm, axes, name), **given)
     dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
     if dsum is not None:
         dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape)
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
-    of_statistics = {"dmean": dmean, "drstd": drstd}
-    for called, given in of_statistics.items():
-        if given is not None:
-            array = checks.of_shape(arrays.convert, called, given, of_rows, "cache.rstd")
+    for called, value in of_statistics.items():
+        if value is not None:
+            array = checks.of_shape(arrays.convert, called, value, of_rows, "cache.rstd")
             of_statistics[called] = array.astype(float).reshape(-1)
     lead, parameters = None, list(norm[:2])
     if sum_axes is not None:
@@ -132,8 +126,8 @@ def backward(
     named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
     gradients = checks.checked_gradients(arrays, out, likes, named, accumulate)
     sums = "added" if accumulate else "rounded"
-    added: Any = {"dsum": dsum, **of_statistics}
-    call = Backward(dy, x, norm, statistics, *gradients, **added, where=where, sums=sums)
+    others: Any = {"dsum": dsum, "where": where, "sums": sums, **of_statistics}
+    call = Backward(dy, x, norm, statistics, *gradients, **others)
     if name == "cuda":
         run(name, call._replace(dy=(dy, axes), x=(x, axes), dx=(call.dx, axes)))
     else:
@@ -189,11 +183,8 @@ def double_backward(
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
     ddx, dy, first, second, mask = _checked("double_backward", kind, cache, of_x, of_parameters)
     x, norm, axes, statistics, backend, _ = cache
-    results = (
-        empty_like(x),
-        empty_like(x),
-        norm.gamma if norm.gamma is None else empty_like(norm.gamma),
-    )
+    dgamma = None if norm.gamma is None else empty_like(norm.gamma)
+    results = empty_like(x), empty_like(x), dgamma
     call = DoubleBackward(ddx, dy, x, norm, statistics, first, second, *results, mask)
     run_plain(backend, call, axes)
     return results
