@@ -238,17 +238,17 @@ def backward(
     return Gradients(*found)
 
 
-def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, found: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block: sums as PARTIAL or, for what `found` leaves, exact ones."""
+def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> Gradients:
+    """Return the gradients of a block: sums as PARTIAL or, of uncertified columns, exact ones."""
     x, norm, axes, statistics, backend, where = _filled(*block)
     dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
     totals: list[Any] = [None, None]
     for i, parameter in enumerate(norm[:2]):
         if parameter is not None and NAMES[1 + i] in asked:
             zeros = np.zeros(parameter.shape, sums.PARTIAL)
-            totals[i] = zeros if found is None else np.where(found[1], sums.NOTHING, 0)
-    out, how = Gradients(dx, *totals), "pairs" if found is None else "exact"
-    if found is None or found[1].any():
+            totals[i] = zeros if uncertified is None else np.where(uncertified, sums.NOTHING, 0)
+    out, how = Gradients(dx, *totals), "pairs" if uncertified is None else "exact"
+    if uncertified is None or uncertified.any():
         extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
         operations.run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
     return out
@@ -259,18 +259,12 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), parts, like, axes)
-    found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
-    others = _NOTHING
-    if exact:
-        # Uncertified columns are asked of each block again: so Dask holds x and dy.
-        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, _NOTHING, found, *block)
-        others = merged(renamed(parts, "exact"), asked, like, axes)
-    return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
-
-
-def _exact(i: int, *operands: Any) -> Any:
-    return _backward((NAMES[1 + i],), *operands)[1 + i]
-
-
-def _decided(found: Any, exact: Any) -> Any:
-    return found[0] if exact is None else decided(found[0], exact)
+    found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None))
+    values, uncertified = part_of(found, 0, what, like.dtype), part_of(found, 1, "asked", bool)
+    if not exact:
+        return values
+    # Uncertified columns are asked of each block again: so Dask holds x and dy.
+    operands = dy, _NOTHING, (uncertified, axes), *block
+    again = of_blocks(renamed(parts, "again"), partial(_backward, NAMES[1 + i : 2 + i]), *operands)
+    others = merged(renamed(parts, "exact"), part_of(again, 1 + i, "sum", object), like, axes)
+    return of_blocks(renamed(made, what), decided, (values, axes), others, dtype=like.dtype)

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -14,13 +14,8 @@ from stablenorm.arrays import is_lazy_cache, normalized_shape, refuse_others, sh
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
 
-# Turns an argument, after its name, into an array of a floating dtype.
-Convert = Callable[[str, Any], Array]
 
-
-def checked_norm(
-    convert: Convert, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
-) -> Norm:
+def checked_norm(convert: Any, norm: Norm, x_shape: Lead, axes: tuple[int, ...]) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
     shape, gamma_offset = normalized_shape(x_shape, axes), norm.gamma_offset
     rounding: Any = norm.rounding
@@ -63,10 +58,10 @@ def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
 
 
 def of_shape(
-    convert: Convert, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
+    convert: Any, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
 ) -> Array:
     """Return an argument as an array of a shape; `of` names the array whose shape that is."""
-    array = convert(name, value)
+    array: Array = convert(name, value)
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
         raise ValueError(msg)
