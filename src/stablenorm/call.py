@@ -9,7 +9,6 @@ The operation of a backend takes the record. It may decline, by returning NotImp
 reference does all of the call. Otherwise it does all of the call.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from stablenorm.types import Array, Norm, Statistics
@@ -101,9 +100,7 @@ WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
 SUMS = "dgamma", "dbeta"
 
 
-def change(
-    call: Any, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
-) -> Any:
+def change(call: Any, read: Any, written: Any, rows: slice | Array) -> Any:
     """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
     values = list(call)
     for i, name in enumerate(call._fields):

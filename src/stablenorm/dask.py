@@ -143,10 +143,9 @@ def _word(kept: Cache, x: Any, which: str) -> Any:
 
 
 def forward(
-    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, *added: Any
+    x: Any, norm: Norm, axis: Any, out: Any, backend: Any, keep: bool, residual: Any, where: Any
 ) -> tuple[Array, LazyCache | None]:
     """Do what `operations.forward` does with an x that is a Dask array."""
-    residual, where = added
     checks.check_combinations([checks.DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))

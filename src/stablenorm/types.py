@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from stablenorm.formats import BFLOAT16
 
 Array = NDArray[Any]
+# Lengths, or axes.
+Shape = tuple[int, ...]
 bfloat16 = BFLOAT16.dtype
 
 # Words that arguments take, for type checkers.

@@ -38,7 +38,7 @@ def layer_norm(
         modified, unless it is `out`. With a Dask array the result is lazy: docs/how-to/dask.md.
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has them; each
-        of a floating dtype of its own. `layer_norm_forward` adds leading axes. Default: 1 and 0.
+        of a floating dtype of its own. Default: 1 and 0. Leading axes are as for `layer_norm_forward`.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     axis : int, tuple of int or None, default: -1
@@ -118,21 +118,18 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`. The
-        backward follows them. The cache refers to `x`, or to a copy if it was in the other byte
-        order.
+        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`, which the
+        backward follows. The cache refers to `x`, or to a copy if it was in the other byte order.
     gamma, beta : array, optional
         As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
         Their gradients have their shapes. Each part of `x` with a gamma and beta of its own has the
         bits of a call on it alone. Small parts take longer than one gamma for all.
     out : array, optional
-        Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual`, which
-        does not keep `x`; else it shares no memory with it.
+        As for `layer_norm`, but it may be `x` itself only with a `residual`, which does not keep `x`.
     residual : array of the shape of x, optional
-        Added to `x` first. The sum s is rounded once to the dtype of `x` and normalized. It is
-        ``cache.x``, for the next residual. Any of the four dtypes. It is added while the rows are in the
-        processor's cache.
+        Added to `x` first; of any of the four dtypes. The sum is rounded once to the dtype of `x` and
+        normalized. It is ``cache.x``, for the next residual.
     where : array of bool, optional
         Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
         NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without

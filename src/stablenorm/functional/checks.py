@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
-from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy_cache, normalized_shape, refuse_others, show_axes
 from stablenorm.functional.layout import Lead, lead_of
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape, check_eps, real
 
 
-def checked_norm(convert: Any, norm: Norm, x_shape: Lead, axes: tuple[int, ...]) -> Norm:
+def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
     shape, gamma_offset = normalized_shape(x_shape, axes), norm.gamma_offset
     rounding: Any = norm.rounding
@@ -36,7 +35,7 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Lead, axes: tuple[int, ...])
     return Norm(gamma, beta, eps, norm.kind, offset, rounding)
 
 
-def _parameter(name: str, array: Array, shape: Lead, x_shape: Lead, axes: tuple[int, ...]) -> Array:
+def _parameter(name: str, array: Array, shape: Shape, x_shape: Shape, axes: Shape) -> Array:
     """Return gamma or beta, if its shape is that of the normalized axes, perhaps after others."""
     if array.shape == shape:
         return array
@@ -51,15 +50,13 @@ def _parameter(name: str, array: Array, shape: Lead, x_shape: Lead, axes: tuple[
     raise ValueError(msg)
 
 
-def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
+def fits(leading: Shape, lengths: Shape) -> bool:
     """Tell whether axes broadcast against axes of these lengths."""
     pairs = zip(reversed(leading), reversed(lengths), strict=False)
     return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
 
 
-def of_shape(
-    convert: Any, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
-) -> Array:
+def of_shape(convert: Any, name: str, value: Any, shape: Shape, of: str = "x") -> Array:
     """Return an argument as an array of a shape; `of` names the array whose shape that is."""
     array: Array = convert(name, value)
     if array.shape != shape:
@@ -85,9 +82,7 @@ def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
         raise ValueError(msg)
 
 
-def check_sum_axes(
-    sum_axes: int | tuple[int, ...], cache: Cache
-) -> tuple[Lead, list[Array | None]]:
+def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead, list[Array | None]]:
     """Return the lead of the sums, and templates with the shapes and dtypes of dgamma and dbeta."""
     x, norm, axes = cache[:3]
     try:
@@ -111,11 +106,11 @@ def check_sum_axes(
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
     shape = [x.shape[axis] for axis in (*(i for i in others if i not in summed), *axes)]
-    kept = (None if each is None else np.empty((), each.dtype) for each in norm[:2])
-    return lead, [None if each is None else np.broadcast_to(each, shape) for each in kept]
+    like = [v if v is None else np.broadcast_to(np.empty((), v.dtype), shape) for v in norm[:2]]
+    return lead, like
 
 
-def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], rounding: str) -> Array:
+def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     """Return a copy of a mask in x's dimensions; if it does not vary along `axes`, of length 1."""
     refuse_others("where", where)
     try:
@@ -138,7 +133,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     return mask.copy()
 
 
-def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+def check_mask(mask: Any, shape: Shape) -> None:
     """Raise unless `mask` is of bool and broadcasts to this shape."""
     if mask.dtype != np.bool_:
         msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
@@ -225,7 +220,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )  # fmt: skip
 
 
-def features_of(norm: Norm, axes: tuple[int, ...], backend: str) -> list[str]:
+def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
     """Return the features in the table that a norm has whose arrays are those of a backend."""
     has = {
         CUDA: backend == "cuda",

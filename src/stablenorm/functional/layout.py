@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm import memory
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
-Lead = tuple[int, ...]
+Lead = Shape
 
 # Addresses a multiple of PAGE apart share a set of the first-level cache, of 8 lines. Strips of 16 elements take
 # half to two thirds of the time of such copies, as of (8, 64, 32, 32) over axis 1; below CROWDED they save nothing.
@@ -27,17 +27,17 @@ class Layout(NamedTuple):
     """How arrays of the shape of x are seen as rows, and gamma and beta as theirs."""
 
     # The axes of x: those that count samples, those that count their rows, the normalized ones.
-    order: tuple[int, ...]
+    order: Shape
     # The lengths of x along the axes that count rows, at least one, and along the normalized ones.
-    leading: tuple[int, ...]
-    last: tuple[int, ...]
+    leading: Shape
+    last: Shape
     # The lead of all parameters and sums together, and the number of samples that it makes.
     lead: Lead
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
     # The shape of gamma, beta and their gradients: (n,) or, with several samples, (samples, n).
-    of_samples: tuple[int, ...]
+    of_samples: Shape
 
     def moved(self, array: Array) -> Array:
         """Return an array of the shape of x as (rows, n) if its rows are plain; else with axes in this order."""
@@ -80,10 +80,10 @@ class Layout(NamedTuple):
             index = np.unravel_index(rows, leading)
             moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
 
-    def _leading(self, moved: Array) -> tuple[int, ...]:
+    def _leading(self, moved: Array) -> Shape:
         return self.leading if moved.ndim > 2 else moved.shape[:1]
 
-    def numbers(self, shape: tuple[int, ...]) -> Array | None:
+    def numbers(self, shape: Shape) -> Array | None:
         """Return which row of an x of this shape, in C order, each row of the layout is; None if the same."""
         axes = self.order[: len(self.order) - len(self.last)]
         if list(axes) == sorted(axes):
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(256)
-def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> Layout:
+def layout_of(shape: Shape, axes: Shape, *leads: Lead) -> Layout:
     """Return the layout of an x whose `axes` are normalized, cut where one of `leads` is not 1."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
     lead = np.broadcast_shapes((1,) * len(others), *leads)
@@ -116,7 +116,7 @@ def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> La
     return Layout(order, leading or (1,), last, lead, samples, (rows, n), of_samples)
 
 
-def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
+def lead_of(parameter: Array | None, ndim: int, axes: Shape) -> Lead:
     """Return the lead of gamma or beta."""
     if parameter is None:
         return (1,) * (ndim - len(axes))
@@ -140,7 +140,7 @@ def _copy(source: Array, to: Array) -> None:
         to[strip] = source[strip]
 
 
-def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+def _step_of(lengths: Shape, strides: Shape) -> int | None:
     """Return the stride of neighbouring axes merged into one, 0 for one element; None if they do not merge."""
     steps = [each for each in zip(lengths, strides, strict=True) if each[0] != 1]
     pairs = itertools.pairwise(steps)
@@ -149,7 +149,7 @@ def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return steps[-1][1] if steps else 0
 
 
-def _boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, slice]]:
+def _boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Any, slice]]:
     """Yield the boxes of leading axes that hold rows `start` to `stop`, in C order, each with its rows' places."""
     inner, place = math.prod(lengths[1:]), 0
     while start < stop:

@@ -7,7 +7,6 @@ Kernels do a plain call at once; any other is checked, made plain and handed to 
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from stablenorm.arrays import convert, empty_like, is_lazy_cache, normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, plain, run
@@ -16,7 +15,7 @@ from stablenorm.functional import checks
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.functional.plain import BLOCK, run_plain
 from stablenorm.reference.blocks import add
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape, check_eps, real
 
 
 def forward(
@@ -135,9 +134,7 @@ def backward(
     return gradients
 
 
-def run_passes(
-    backend: str, call: Backward, axes: tuple[int, ...], lead: Lead | None = None
-) -> None:
+def run_passes(backend: str, call: Backward, axes: Shape, lead: Lead | None = None) -> None:
     """Do a call: a pass for each way of cutting x; the last has dx, which may overwrite dy."""
     if not call.x.size:
         # A sum over no rows is 0; old values, partial sums and exact sums stay.
@@ -163,9 +160,7 @@ def run_passes(
 # ---- forward mode and second order ----
 
 
-def jvp(
-    kind: str, tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None, tbeta: ArrayLike | None
-) -> Array:
+def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
     tangent, first, second, mask = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
@@ -176,9 +171,8 @@ def jvp(
 
 
 def double_backward(
-    kind: str, ddx: ArrayLike, dy: ArrayLike, cache: Cache,
-    ddgamma: ArrayLike | None, ddbeta: ArrayLike | None,
-) -> tuple[Array, Array, Array | None]:  # fmt: skip
+    kind: str, ddx: Any, dy: Any, cache: Cache, ddgamma: Any, ddbeta: Any
+) -> tuple[Array, Array, Array | None]:
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
     ddx, dy, first, second, mask = _checked("double_backward", kind, cache, of_x, of_parameters)
