@@ -80,16 +80,10 @@ def of_blocks(
 ) -> Array:
     """Return what a function makes of blocks of operands: like the first, but 1 along `ones`."""
     axes = operands[0][1]
-    return blockwise(  # type: ignore[no-any-return]
-        function,
-        axes,
-        *itertools.chain.from_iterable(operands),
-        name=name,
-        meta=np.empty((0,) * len(axes), dtype),
-        # They are cut alike already; and chunks of nothing are not what Dask expects.
-        align_arrays=False,
-        adjust_chunks=dict.fromkeys(ones, 1),
-    )
+    options = {"meta": np.empty((0,) * len(axes), dtype), "adjust_chunks": dict.fromkeys(ones, 1)}
+    # They are cut alike already; and chunks of nothing are not what Dask expects.
+    options |= {"name": name, "align_arrays": False}
+    return blockwise(function, axes, *itertools.chain(*operands), **options)  # type: ignore[no-any-return]
 
 
 def renamed(made: Array, what: str) -> str:
@@ -201,11 +195,10 @@ def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
     return bare._replace(x=x, norm=bare.norm._replace(gamma=gamma, beta=beta))
 
 
-def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
+def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
     """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    both: Any = norm[:2]
-    return [operand(each, x, (*others[x.ndim - np.ndim(each) :], *axes)) for each in both]
+    return [operand(each, x, (*others[x.ndim - np.ndim(each) :], *axes)) for each in norm[:2]]
 
 
 def backward(

@@ -164,9 +164,9 @@ def results_in(
         target = arrays.target(name, out, like.shape, like.dtype)
         for other, there in inputs.items():
             # Compare elements last: arrays hardly ever overlap.
-            if there is not None and arrays.overlap(target, there):
-                if not found and other == over and arrays.same_elements(target, there):
-                    continue
+            if there is None or not arrays.overlap(target, there):
+                continue
+            if found or other != over or not arrays.same_elements(target, there):
                 msg = (
                     f"{name} must not share memory with {other}, which is still needed; pass a copy"
                 )

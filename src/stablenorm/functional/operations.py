@@ -58,26 +58,23 @@ def forward(
             call = call._replace(norm=norm._replace(gamma=None, beta=None, gamma_offset=0.0))
         leads = (lead_of(each, x.ndim, axes) for each in call.norm[:2])
         statistics = run_plain(name, call, axes, *leads)
-    if not keep:
-        return y, None
-    return y, Cache(x if total is None else total, norm, axes, statistics, name, where)
+    source = x if total is None else total
+    return y, Cache(source, norm, axes, statistics, name, where) if keep else None
 
 
 def _reworded(
     x: Any, norm: Norm, axis: Any, out: Any, keep: bool, residual: Any, where: Any, threads: Any
 ) -> Any:
     """Try the kernels with the usual spellings of axis and numbers, and with a copy of a small x with gaps."""
-    if type(x) is not np.ndarray or x.ndim == 0 or where is not None:
+    may_be_plain = type(x) is np.ndarray and x.ndim > 0 and where is None
+    if not may_be_plain or normalize_axes(axis, x.ndim) != (x.ndim - 1,):
         return None
-    if normalize_axes(axis, x.ndim) != (x.ndim - 1,):
-        return None
-    rows = x
     if type(norm.eps) is not float:
         norm = norm._replace(eps=check_eps(norm.eps))
     if type(norm.gamma_offset) is not float:
         norm = norm._replace(gamma_offset=real("gamma_offset", norm.gamma_offset))
-    if out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative:
-        rows = np.ascontiguousarray(x)
+    is_small = out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative
+    rows = np.ascontiguousarray(x) if is_small else x
     found: Any = plain("forward")(rows, norm, -1, out, None, keep, residual, None, threads)
     if found is None or rows is x or not keep:
         return found

@@ -96,8 +96,9 @@ def _fill(call: Any, layout: Layout, rows: Array) -> None:
     """Write 0, or in dx dsum, rounded, into rows without an element that counts."""
     result, dsum = (call.y, None) if isinstance(call, Forward) else (call.dx, call.dsum)
     if result is not None and len(rows):
-        found = np.zeros((len(rows), layout.shape[1]), result.dtype)
+        found = np.broadcast_to(np.zeros((), result.dtype), (len(rows), layout.shape[1]))
         if dsum is not None:
+            found = found.copy()
             add(layout.read(dsum, rows), found, found)
         layout.write(result, rows, found)
 
