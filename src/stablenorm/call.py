@@ -100,8 +100,8 @@ WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
 SUMS = "dgamma", "dbeta"
 
 
-def change(call: Any, read: Any, written: Any, rows: slice | Array) -> Any:
-    """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
+def change(call: Any, read: Any, written: Any, rows: slice | Array | None) -> Any:
+    """Return a call of some rows, None: all; `read` maps its inputs of the shape of x, `written` its results."""
     values = list(call)
     for i, name in enumerate(call._fields):
         if values[i] is None:
@@ -110,9 +110,9 @@ def change(call: Any, read: Any, written: Any, rows: slice | Array) -> Any:
             values[i] = read(values[i])
         elif name in WRITTEN:
             values[i] = written(values[i])
-        elif name == "statistics":
+        elif name == "statistics" and rows is not None:
             values[i] = values[i].of_rows(rows)
-        elif name in ("dmean", "drstd"):
+        elif name in ("dmean", "drstd") and rows is not None:
             values[i] = values[i][rows]
     return tuple.__new__(type(call), values)
 

@@ -120,10 +120,9 @@ def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
 
 class LazyCache(SimpleNamespace):
     """
-    The cache of a forward on a Dask array: what `Cache` has, by the same names, as lazy arrays.
+    The cache of a forward on a Dask array: what `Cache` has, as lazy arrays; `kept` are the caches of blocks.
 
-    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is. The
-    blocks of `kept` are caches without x, gamma and beta.
+    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is.
     """
 
     def __repr__(self) -> str:

@@ -82,9 +82,11 @@ def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
         raise ValueError(msg)
 
 
-def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead, list[Array | None]]:
-    """Return the lead of the sums, and templates with the shapes and dtypes of dgamma and dbeta."""
+def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[Any]]:
+    """Return the lead of the sums, None by default, and templates of the shapes and dtypes of dgamma and dbeta."""
     x, norm, axes = cache[:3]
+    if sum_axes is None:
+        return None, norm[:2]
     try:
         given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
         summed = normalize_axis_tuple(given, x.ndim)

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     def read(self, moved: Array, rows: range | Array) -> Array:
         """Return a copy of some rows, (rows, n)."""
-        leading = self._leading(moved)
+        leading = self.leading if moved.ndim > 2 else moved.shape[:1]
         if is_plain(moved) and not isinstance(rows, range):
             return np.take(moved, rows, axis=0)
         if not isinstance(rows, range):
@@ -72,16 +72,13 @@ class Layout(NamedTuple):
 
     def write(self, moved: Array, rows: range | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
-        leading = self._leading(moved)
+        leading = self.leading if moved.ndim > 2 else moved.shape[:1]
         if isinstance(rows, range):
             for box, some in _boxes(leading, rows.start, rows.stop):
                 _copy(found[some].reshape(moved[box].shape), moved[box])
         else:
             index = np.unravel_index(rows, leading)
             moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
-
-    def _leading(self, moved: Array) -> Shape:
-        return self.leading if moved.ndim > 2 else moved.shape[:1]
 
     def numbers(self, shape: Shape) -> Array | None:
         """Return which row of an x of this shape, in C order, each row of the layout is; None if the same."""

@@ -113,9 +113,7 @@ def backward(
         if value is not None:
             array = checks.of_shape(arrays.convert, called, value, of_rows, "cache.rstd")
             of_statistics[called] = array.astype(float).reshape(-1)
-    lead, parameters = None, list(norm[:2])
-    if sum_axes is not None:
-        lead, parameters = checks.check_sum_axes(sum_axes, cache)
+    lead, parameters = checks.check_sum_axes(sum_axes, cache)
     asked = checks.asked_names(wrt)
     three = zip(NAMES, (x, *parameters), strict=True)
     likes = {f"out.d{each}": like if each in asked else None for each, like in three}

@@ -41,7 +41,7 @@ def run_plain(backend: str, call: Any, axes: Shape, *leads: Lead) -> Statistics 
     gamma, beta = map(layout.parameter, call.norm[:2])
     sums = {n: each for n in SUMS if (each := getattr(call, n, None)) is not None}
     rooms = {n: np.ascontiguousarray(each).reshape(layout.of_samples) for n, each in sums.items()}
-    call = change(call, layout.moved, layout.moved, slice(None) if numbers is None else numbers)
+    call = change(call, layout.moved, layout.moved, numbers)
     call = call._replace(norm=call.norm._replace(gamma=gamma, beta=beta), **rooms)
     if layout.samples > 1:
         call = call._replace(samples=layout.samples)
@@ -123,7 +123,7 @@ def _blocks(backend: str, call: Any, layout: Layout, whole: Part) -> list[Part]:
     """Cut rows that are not plain into blocks of whole tiles or samples: no bit depends on them."""
     rows, n = whole.rows, layout.shape[1]
     fields = zip(call._fields, call, strict=True)
-    like_x = [v for n, v in fields if v is not None and (n in READ or n in WRITTEN)]
+    like_x = (v for n, v in fields if v is not None and (n in READ or n in WRITTEN))
     if isinstance(rows, range) and all(map(is_plain, like_x)) and not _reads_again(call):
         return [whole._replace(rows=None)]
     if not isinstance(call, (Forward, Backward)):
@@ -161,7 +161,7 @@ def _run_part(backend: str, call: Any, layout: Layout, part: Part) -> Any:
         first, stop = rows.start // part.plan_rows, rows.stop // part.plan_rows
         seen = of_sample(seen, first if stop - first == 1 else slice(first, stop))
         seen = seen._replace(samples=stop - first)
-    if isinstance(call, Backward):
+    if isinstance(call, Backward) and part.plan_rows != len(rows):
         seen = seen._replace(plan_rows=part.plan_rows)
     kept = run(backend, seen)
     for array, found in written:
