@@ -9,10 +9,8 @@ from typing import Any
 from stablenorm import arrays, reference
 from stablenorm.call import OPERATIONS
 
-# A backend is a module with a function for each operation. Backends for NumPy arrays:
+# A backend is a module with a function for each operation. Backends for NumPy arrays, and all of them:
 BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
-
-# Plus the device backend:
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 

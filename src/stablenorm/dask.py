@@ -149,8 +149,7 @@ def forward(
             f"x.rechunk({dict.fromkeys(cut, -1)}) first"
         )
         raise ValueError(msg)
-    if residual is not None:
-        residual = checks.of_shape(convert, "residual", residual, x.shape)
+    residual = checks.of_shape(convert, "residual", residual, x.shape, optional=True)
     if is_lazy(where):
         # Its elements are looked at block by block.
         check_blocks("where", where)
@@ -212,8 +211,7 @@ def backward(
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
         raise TypeError(msg)
     dy = checks.of_shape(convert, "dy", dy, x.shape, "the y of this cache")
-    if dsum is not None:
-        dsum = checks.of_shape(convert, "dsum", dsum, x.shape)
+    dsum = checks.of_shape(convert, "dsum", dsum, x.shape, optional=True)
     every = tuple(range(x.ndim))
     of_dy, of_dsum = operand(dy, x, every), operand(dsum, x, every)
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)

@@ -204,7 +204,8 @@ def layer_norm_backward(
     -------
     Gradients
         dx, dgamma and dbeta, of the shapes (but for `sum_axes`) and dtypes of x, gamma and beta.
-        None for what was not asked for, and for a gamma or beta that was not given.
+        None for what was not asked for, and for a gamma or beta that was not given. The order of the
+        sums depends on the shape and the dtypes alone.
 
     Raises
     ------
@@ -227,8 +228,6 @@ def layer_norm_backward(
       2**-94; a float64 dgamma or dbeta of narrower x is promised within ``c * S`` alone;
     - for dbeta: the sum over rows of ``|dy|``, the same c;
     - for both, with ``accumulate=True``, plus the size of the old value.
-
-    dgamma and dbeta are summed in an order that depends on the shape and the dtypes alone.
 
     Examples
     --------

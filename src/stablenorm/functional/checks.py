@@ -56,9 +56,13 @@ def fits(leading: Shape, lengths: Shape) -> bool:
     return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
 
 
-def of_shape(convert: Any, name: str, value: Any, shape: Shape, of: str = "x") -> Array:
-    """Return an argument as an array of a shape; `of` names the array whose shape that is."""
-    array: Array = convert(name, value)
+def of_shape(
+    convert: Any, name: str, value: Any, shape: Shape, of: str = "x", optional: bool = False
+) -> Any:
+    """Return an argument as an array of a shape, that of the array called `of`; None, if `optional`, as None."""
+    if optional and value is None:
+        return None
+    array = convert(name, value)
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
         raise ValueError(msg)
@@ -196,8 +200,6 @@ def checked_gradients(
             raise ValueError(msg)
     return Gradients._make(results_in(arrays, given, likes, inputs, over="dy"))
 
-
-# ---- what cannot be combined ----
 
 CUDA, DASK = "arrays on a CUDA device", "a Dask array"
 NEAREST, LEADING = 'rounding="nearest"', "leading axes of gamma or beta"

@@ -49,10 +49,8 @@ class Layout(NamedTuple):
         if moved.dtype == np.bool_:
             return moved
         if not moved.flags.c_contiguous:
-            outer, inner = (
-                _step_of(moved.shape[some], moved.strides[some])
-                for some in (slice(count), slice(count, None))
-            )
+            outer = _step_of(moved.shape[:count], moved.strides[:count])
+            inner = _step_of(moved.shape[count:], moved.strides[count:])
             if outer is None or (self.shape[1] > 1 and inner != moved.itemsize):
                 return moved
         # Such axes merge without a copy.

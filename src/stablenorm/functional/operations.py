@@ -82,9 +82,6 @@ def _reworded(
     return found[0], found[1]._replace(x=x)
 
 
-# ---- the backward ----
-
-
 def backward(
     dy: Any, cache: Cache, kind: str, wrt: Any, out: Any,
     dsum: Any, sum_axes: Any, dmean: Any, drstd: Any, accumulate: bool,
@@ -106,12 +103,11 @@ def backward(
     given = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": accumulate, **of_statistics}
     checks.check_combinations(checks.features_of(norm, axes, name), **given)
     dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
-    if dsum is not None:
-        dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape)
+    dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape, optional=True)
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
     for called, value in of_statistics.items():
-        if value is not None:
-            array = checks.of_shape(arrays.convert, called, value, of_rows, "cache.rstd")
+        array = checks.of_shape(arrays.convert, called, value, of_rows, "cache.rstd", optional=True)
+        if array is not None:
             of_statistics[called] = array.astype(float).reshape(-1)
     lead, parameters = checks.check_sum_axes(sum_axes, cache)
     asked = checks.asked_names(wrt)
@@ -193,8 +189,7 @@ def _checked(
         if value is not None and like is None:
             msg = f"{called} must be None, since this cache has no {name}; pass one to the forward"
             raise ValueError(msg)
-        checked.append(
-            None if value is None else checks.of_shape(convert, called, value, like.shape, name)
-        )
+        shape = np.shape(like)
+        checked.append(checks.of_shape(convert, called, value, shape, name, optional=True))
     where = None if cache.where is None else np.broadcast_to(cache.where, cache.x.shape)
     return [*checked, where]
