@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         moved, count = np.asarray(array).transpose(self.order), len(self.leading)
         if len(self.last) == moved.ndim:
             moved = moved[np.newaxis]
-        # A mask may have length 1 along the normalized axes.
+        # A mask stays as it is: it may have length 1 along the normalized axes.
         if moved.dtype == np.bool_:
             return moved
         if not moved.flags.c_contiguous:
