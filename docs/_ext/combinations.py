@@ -5,7 +5,7 @@ import re
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from stablenorm.functional.combinations import REFUSED
+from stablenorm.functional.checks import REFUSED
 
 
 class Combinations(SphinxDirective):

@@ -35,32 +35,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Cache",
-    "Diagnosis",
-    "GradientReport",
-    "Gradients",
-    "LayerNorm",
-    "RMSNorm",
-    "assert_gradients",
-    "check_gradients",
-    "check_layer_norm",
-    "check_rms_norm",
-    "diagnose",
-    "exact_layer_norm",
-    "exact_rms_norm",
-    "get_num_threads",
-    "layer_norm",
-    "layer_norm_backward",
-    "layer_norm_double_backward",
-    "layer_norm_forward",
-    "layer_norm_jvp",
-    "rms_norm",
-    "rms_norm_backward",
-    "rms_norm_double_backward",
-    "rms_norm_forward",
-    "rms_norm_jvp",
+    "Cache", "Diagnosis", "GradientReport", "Gradients", "LayerNorm", "RMSNorm", "assert_gradients",
+    "check_gradients", "check_layer_norm", "check_rms_norm", "diagnose", "exact_layer_norm",
+    "exact_rms_norm", "get_num_threads", "layer_norm", "layer_norm_backward",
+    "layer_norm_double_backward", "layer_norm_forward", "layer_norm_jvp", "rms_norm",
+    "rms_norm_backward", "rms_norm_double_backward", "rms_norm_forward", "rms_norm_jvp",
     "set_num_threads",
-]
+]  # fmt: skip
 
 # The instruments are loaded when first asked for: they take twice as long as all the rest, 0.06 s.
 _LATER = {

@@ -1,5 +1,5 @@
 """
-How arrays are converted, checked, allocated and seen as rows: NumPy's here, CuPy's in `stablenorm.cuda`.
+How arrays are converted, checked and made: NumPy's here, and by the same names CuPy's in `stablenorm.cuda`.
 
 A CUDA array is recognised by its protocols: nothing of CUDA is loaded to find that there is none.
 """
@@ -7,8 +7,7 @@ A CUDA array is recognised by its protocols: nothing of CUDA is loaded to find t
 import contextlib
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
@@ -19,19 +18,6 @@ from stablenorm.types import Array
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
 _CUDA_KINDS = frozenset((2, 13))
-
-
-class Arrays(NamedTuple):
-    """How arrays of one place are converted, checked, made and compared."""
-
-    convert: Callable[[str, Any], Array]
-    target: Callable[[str, Any, tuple[int, ...], np.dtype[Any]], Array]
-    # Makes an array beside another.
-    empty: Callable[[tuple[int, ...], np.dtype[Any], Any], Array]
-    overlap: Callable[[Array, Array], bool]
-    same_elements: Callable[[Array, Array], bool]
-    # Returns what a backend that makes rows itself takes, given an array and axes.
-    rows: Any = None
 
 
 def on_cuda_device(value: Any) -> bool:
@@ -56,7 +42,8 @@ def is_lazy_cache(value: Any) -> bool:
     return is_lazy(getattr(value, "x", None))
 
 
-def _convert(name: str, value: Any) -> Array:
+def convert(name: str, value: Any) -> Array:
+    """Return an argument as an array, its dtype checked, in the byte order of this machine."""
     refuse_others(name, value)
     if on_cuda_device(value):
         raise TypeError(mixed(name, value, "in host memory"))
@@ -66,7 +53,6 @@ def _convert(name: str, value: Any) -> Array:
         msg = f"{name} must be an array, or nested lists with rows of one length, got others"
         raise ValueError(msg) from error
     check_dtype(name, array)
-    # Only the byte order of this machine is computed with.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -83,7 +69,8 @@ def refuse_others(name: str, value: Any) -> None:
         raise TypeError(msg)
 
 
-def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return `array`, if a result of this shape and dtype can be written into it."""
     if on_cuda_device(array):
         raise TypeError(mixed(name, array, "in host memory"))
     if not isinstance(array, np.ndarray):
@@ -126,6 +113,11 @@ def mixed(name: str, value: Any, others: str) -> str:
         f"{name} must be {others}, like the other arguments, got {kind}; cupy.asarray copies an "
         "array to the device, its method get back"
     )
+
+
+def empty_like(like: Array) -> Array:
+    """Return a new array, in C order, of the shape and dtype of another."""
+    return memory.empty(like.shape, like.dtype)
 
 
 # ---- axes ----
@@ -191,8 +183,3 @@ def same_elements(a: Array, b: Array) -> bool:
     """Tell whether `a` and `b` are the same view of the same memory, element for element."""
     places = ((v.__array_interface__["data"][0], v.shape, v.strides, v.dtype) for v in (a, b))
     return a is b or next(places) == next(places)
-
-
-HOST = Arrays(
-    _convert, _target, lambda shape, dtype, _: memory.empty(shape, dtype), overlap, same_elements
-)

@@ -6,15 +6,17 @@ import os
 import warnings
 from typing import Any
 
-from stablenorm import reference
-from stablenorm.arrays import HOST, Arrays
+from stablenorm import arrays, reference
 from stablenorm.call import OPERATIONS
 
-# A backend is a module with a function for each operation. Backends for NumPy arrays:
+# A backend is a module with a function for each operation. Backends for NumPy arrays, and all of them:
 BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
-
-# Plus the device backend:
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
+
+
+@functools.cache
+def _module(backend: str) -> Any:
+    return importlib.import_module(_MODULES[backend])
 
 
 def run(backend: str, call: Any) -> Any:
@@ -27,15 +29,14 @@ def run(backend: str, call: Any) -> Any:
 @functools.cache
 def implementation(operation: str, backend: str) -> Any:
     """Return the function of a backend, or else of the reference, that takes the record of a call."""
-    module = importlib.import_module(_MODULES[backend])
-    return getattr(module, operation, None) or getattr(reference, operation)
+    return getattr(_module(backend), operation, None) or getattr(reference, operation)
 
 
 @functools.cache
 def plain(operation: str) -> Any:
     """Return the function of the kernels that does a plain call at once, or returns None if it is none."""
     try:
-        return getattr(importlib.import_module(_MODULES["native"]), f"plain_{operation}")
+        return getattr(_module("native"), f"plain_{operation}")
     except (ImportError, AttributeError):
         return lambda *_: None
 
@@ -67,7 +68,7 @@ def choose(backend: str | None, on_device: bool = False) -> str:
         return _default()
     if backend == "cuda":
         # First say whether this machine lacks something.
-        _cuda().check_usable()
+        _module(backend).check_usable()
         msg = (
             'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '
             "pass cupy.asarray(x)"
@@ -82,11 +83,6 @@ def choose(backend: str | None, on_device: bool = False) -> str:
     return backend
 
 
-def arrays_of(backend: str) -> Arrays:
-    """Return how the arrays of a backend are handled."""
-    return _cuda().ARRAYS if backend == "cuda" else HOST
-
-
-@functools.cache
-def _cuda() -> Any:
-    return importlib.import_module(_MODULES["cuda"])
+def arrays_of(backend: str) -> Any:
+    """Return the module that handles the arrays of a backend."""
+    return _module(backend) if backend == "cuda" else arrays

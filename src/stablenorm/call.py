@@ -9,9 +9,6 @@ The operation of a backend takes the record. It may decline, by returning NotImp
 reference does all of the call. Otherwise it does all of the call.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from stablenorm.types import Array, Norm, Statistics
@@ -103,19 +100,19 @@ WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
 SUMS = "dgamma", "dbeta"
 
 
-def change(
-    call: Any, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
-) -> Any:
-    """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
+def change(call: Any, read: Any, written: Any, rows: slice | Array | None) -> Any:
+    """Return a call of some rows, None: all; `read` maps its inputs of the shape of x, `written` its results."""
     values = list(call)
     for i, name in enumerate(call._fields):
         if values[i] is None:
             continue
-        if name in READ or name in WRITTEN:
-            values[i] = read(values[i]) if name in READ else written(values[i])
-        elif name == "statistics":
+        if name in READ:
+            values[i] = read(values[i])
+        elif name in WRITTEN:
+            values[i] = written(values[i])
+        elif name == "statistics" and rows is not None:
             values[i] = values[i].of_rows(rows)
-        elif name in ("dmean", "drstd"):
+        elif name in ("dmean", "drstd") and rows is not None:
             values[i] = values[i][rows]
     return tuple.__new__(type(call), values)
 

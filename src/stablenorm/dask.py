@@ -5,8 +5,6 @@ Nothing is computed here but names, shapes and checks. The first task of a block
 call made of it; what the user holds, y, the cache, dx, refers to it by tasks that only take a part.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
@@ -21,15 +19,12 @@ from dask.array import Array, blockwise, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from stablenorm import memory
-from stablenorm.arrays import HOST, is_lazy, normalize_axes
+from stablenorm import arrays, memory
+from stablenorm.arrays import is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
-from stablenorm.functional import checks
-from stablenorm.functional import forward as functional
-from stablenorm.functional.combinations import DASK, check_combinations
-from stablenorm.functional.derivatives import run_passes
+from stablenorm.functional import checks, operations
 from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
@@ -51,13 +46,10 @@ def threads_of_task() -> int | None:
 def convert(name: str, value: Any) -> Any:
     """Return an argument, its dtype checked and in this machine's byte order; a Dask array stays one."""
     if not is_lazy(value):
-        return HOST.convert(name, value)
+        return arrays.convert(name, value)
     check_blocks(name, value)
     check_dtype(name, value)
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-
-
-LAZY = HOST._replace(convert=convert)
 
 
 def check_blocks(name: str, array: Array) -> None:
@@ -70,13 +62,13 @@ def check_blocks(name: str, array: Array) -> None:
         raise TypeError(msg)
 
 
-def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
+def operand(value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
     """Return `value`, whose axes are these of x or have length 1, cut as x is."""
     if value is None:
         return _NOTHING
     if not is_lazy(value):
-        # One block of a name that is always the same, which all tasks refer to.
-        value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
+        # One block, which all tasks refer to.
+        value = from_array(value, chunks=-1)
     # An axis of length 1 may be cut too, into it and chunks of nothing.
     pairs = zip(axes, value.shape, strict=True)
     chunks = tuple(x.chunks[i] if length == x.shape[i] else (1,) for i, length in pairs)
@@ -88,16 +80,10 @@ def of_blocks(
 ) -> Array:
     """Return what a function makes of blocks of operands: like the first, but 1 along `ones`."""
     axes = operands[0][1]
-    return blockwise(  # type: ignore[no-any-return]
-        function,
-        axes,
-        *itertools.chain.from_iterable(operands),
-        name=name,
-        meta=np.empty((0,) * len(axes), dtype),
-        # They are cut alike already; and chunks of nothing are not what Dask expects.
-        align_arrays=False,
-        adjust_chunks=dict.fromkeys(ones, 1),
-    )
+    options = {"meta": np.empty((0,) * len(axes), dtype), "adjust_chunks": dict.fromkeys(ones, 1)}
+    # They are cut alike already; and chunks of nothing are not what Dask expects.
+    options |= {"name": name, "align_arrays": False}
+    return blockwise(function, axes, *itertools.chain(*operands), **options)  # type: ignore[no-any-return]
 
 
 def renamed(made: Array, what: str) -> str:
@@ -121,10 +107,10 @@ def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
         groups.setdefault((name, *place), []).append(TaskRef((parts.name, *at)))
     for key, leaves in groups.items():
         for level in itertools.count():
-            starts = range(0, len(leaves), _FAN_IN)
-            keys = [(*key, level, i) for i in starts] if len(leaves) > _FAN_IN else [key]
-            for made, i in zip(keys, starts, strict=True):
-                tasks[made] = Task(made, sums.merged, *leaves[i : i + _FAN_IN])
+            some = [leaves[i : i + _FAN_IN] for i in range(0, len(leaves), _FAN_IN)]
+            keys = [(*key, level, i) for i in range(len(some))] if len(some) > 1 else [key]
+            both = zip(keys, some, strict=True)
+            tasks |= {made: Task(made, sums.merged, *group) for made, group in both}
             leaves[:] = map(TaskRef, keys)
             if keys == [key]:
                 break
@@ -134,10 +120,9 @@ def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
 
 class LazyCache(SimpleNamespace):
     """
-    The cache of a forward on a Dask array: what `Cache` has, by the same names, as lazy arrays.
+    The cache of a forward on a Dask array: what `Cache` has, as lazy arrays; `kept` are the caches of blocks.
 
-    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is. The
-    blocks of `kept` are caches without x, gamma and beta.
+    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is.
     """
 
     def __repr__(self) -> str:
@@ -151,22 +136,20 @@ def _word(kept: Cache, x: Any, which: str) -> Any:
 
 
 def forward(
-    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, *added: Any
+    x: Any, norm: Norm, axis: Any, out: Any, backend: Any, keep: bool, residual: Any, where: Any
 ) -> tuple[Array, LazyCache | None]:
-    """Do what `functional.forward` does with an x that is a Dask array."""
-    residual, where = added
-    check_combinations([DASK], out=out)
+    """Do what `operations.forward` does with an x that is a Dask array."""
+    checks.check_combinations([checks.DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
-    norm = checks.checked_norm(LAZY, norm, x.shape, axes)
+    norm = checks.checked_norm(convert, norm, x.shape, axes)
     if cut := [axis - x.ndim for axis in axes if x.numblocks[axis] > 1]:
         msg = (
             f"x has {x.numblocks[cut[0]]} chunks along axis {cut[0]}, which is normalized; "
             f"x.rechunk({dict.fromkeys(cut, -1)}) first"
         )
         raise ValueError(msg)
-    if residual is not None:
-        residual = checks.of_shape(LAZY, "residual", residual, x.shape)
+    residual = checks.of_shape(convert, "residual", residual, x.shape, optional=True)
     if is_lazy(where):
         # Its elements are looked at block by block.
         check_blocks("where", where)
@@ -175,8 +158,8 @@ def forward(
         where = checks.check_where(where, x.shape, axes, norm.rounding)
     operands = (
         (x, every),
-        operand("residual", residual, x, every),
-        operand("where", where, x, every[x.ndim - np.ndim(where) :]),
+        operand(residual, x, every),
+        operand(where, x, every[x.ndim - np.ndim(where) :]),
         *_parameters(norm, x, axes),
     )
     call = norm._replace(gamma=None, beta=None), axes, chosen, keep
@@ -199,7 +182,7 @@ def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> 
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
     norm, axes, backend, keep = call
     norm, threads = Norm._make((*parameters, *norm[2:])), threads_of_task()
-    y, cache = functional.forward(x, norm, axes, None, backend, keep, residual, where, threads)
+    y, cache = operations.forward(x, norm, axes, None, backend, keep, residual, where, threads)
     if cache is None:
         return y
     bare = _filled(None, None, None, cache)
@@ -210,29 +193,27 @@ def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
     return bare._replace(x=x, norm=bare.norm._replace(gamma=gamma, beta=beta))
 
 
-def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
+def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
     """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    pairs: Any = zip(NAMES[1:], norm[:2], strict=True)
-    return [operand(name, v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for name, v in pairs]
+    return [operand(each, x, (*others[x.ndim - np.ndim(each) :], *axes)) for each in norm[:2]]
 
 
 def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
-    """Do what `functional.derivatives.backward` does with the cache of a Dask array."""
+    """Do what `operations.backward` does with the cache of a Dask array."""
     checks.check_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
-    check_combinations([DASK], out=out, **dict(zip(names, others, strict=True)))
+    checks.check_combinations([checks.DASK], out=out, **dict(zip(names, others, strict=True)))
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
         raise TypeError(msg)
-    dy = checks.of_shape(LAZY, "dy", dy, x.shape, "the y of this cache")
-    if dsum is not None:
-        dsum = checks.of_shape(LAZY, "dsum", dsum, x.shape)
+    dy = checks.of_shape(convert, "dy", dy, x.shape, "the y of this cache")
+    dsum = checks.of_shape(convert, "dsum", dsum, x.shape, optional=True)
     every = tuple(range(x.ndim))
-    of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
+    of_dy, of_dsum = operand(dy, x, every), operand(dsum, x, every)
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
     # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
@@ -246,19 +227,19 @@ def backward(
     return Gradients(*found)
 
 
-def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, found: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block: sums as PARTIAL or, for what `found` leaves, exact ones."""
+def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> Gradients:
+    """Return the gradients of a block: sums as PARTIAL or, of uncertified columns, exact ones."""
     x, norm, axes, statistics, backend, where = _filled(*block)
     dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
     totals: list[Any] = [None, None]
     for i, parameter in enumerate(norm[:2]):
         if parameter is not None and NAMES[1 + i] in asked:
             zeros = np.zeros(parameter.shape, sums.PARTIAL)
-            totals[i] = zeros if found is None else np.where(found[1], sums.NOTHING, 0)
-    out, how = Gradients(dx, *totals), "pairs" if found is None else "exact"
-    if found is None or found[1].any():
+            totals[i] = zeros if uncertified is None else np.where(uncertified, sums.NOTHING, 0)
+    out, how = Gradients(dx, *totals), "pairs" if uncertified is None else "exact"
+    if uncertified is None or uncertified.any():
         extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
-        run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
+        operations.run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
     return out
 
 
@@ -267,18 +248,12 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), parts, like, axes)
-    found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
-    others = _NOTHING
-    if exact:
-        # Uncertified columns are asked of each block again: so Dask holds x and dy.
-        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, _NOTHING, found, *block)
-        others = merged(renamed(parts, "exact"), asked, like, axes)
-    return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
-
-
-def _exact(i: int, *operands: Any) -> Any:
-    return _backward((NAMES[1 + i],), *operands)[1 + i]
-
-
-def _decided(found: Any, exact: Any) -> Any:
-    return found[0] if exact is None else decided(found[0], exact)
+    found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None))
+    values, uncertified = part_of(found, 0, what, like.dtype), part_of(found, 1, "asked", bool)
+    if not exact:
+        return values
+    # Uncertified columns are asked of each block again: so Dask holds x and dy.
+    operands = dy, _NOTHING, (uncertified, axes), *block
+    again = of_blocks(renamed(parts, "again"), partial(_backward, NAMES[1 + i : 2 + i]), *operands)
+    others = merged(renamed(parts, "exact"), part_of(again, 1 + i, "sum", object), like, axes)
+    return of_blocks(renamed(made, what), decided, (values, axes), others, dtype=like.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.api import FUNCTIONS
-from stablenorm.arrays import HOST
+from stablenorm.arrays import convert
 from stablenorm.formats import check_dtype, parse
 from stablenorm.functional.checks import checked_norm
 from stablenorm.types import Array, Cache, Norm, Rounding, check_count
@@ -45,7 +45,7 @@ class _Layer:
             raise ValueError(msg)
         self.axis = axis
         given = Norm(ones if gamma else None, None, eps, self._kind, gamma_offset, rounding)
-        norm = checked_norm(HOST, given, self.shape, tuple(range(ones.ndim)))
+        norm = checked_norm(convert, given, self.shape, tuple(range(ones.ndim)))
         self.eps, self.gamma_offset, self.rounding = norm.eps, norm.gamma_offset, rounding
         self.parameters: dict[str, Array] = {}
         if gamma:

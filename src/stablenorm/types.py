@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from stablenorm.formats import BFLOAT16
 
 Array = NDArray[Any]
+# Lengths, or axes.
+Shape = tuple[int, ...]
 bfloat16 = BFLOAT16.dtype
 
 # Words that arguments take, for type checkers.
@@ -165,8 +167,6 @@ class Cache(NamedTuple):
 
 def check_eps(eps: Any) -> float:
     """Return `eps` as a float; TypeError if it is no number, ValueError if not finite and >= 0."""
-    if type(eps) is float and 0.0 <= eps < math.inf:
-        return eps
     value = real("eps", eps)
     if not 0.0 <= value < math.inf:
         msg = f"eps must be finite and >= 0, got {eps}"
@@ -176,6 +176,8 @@ def check_eps(eps: Any) -> float:
 
 def real(name: str, value: Any) -> float:
     """Return a number as a float; TypeError if it is none, or complex. Too large an int is inf."""
+    if type(value) is float:
+        return value
     try:
         if isinstance(value, (str, bytes)) or np.iscomplexobj(value):
             raise TypeError  # noqa: TRY301 - what float() would take, or warn of

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from stablenorm.functional.derivatives import double_backward, jvp
+from stablenorm.functional.operations import double_backward, jvp
 from stablenorm.types import Array, Cache
 
 
 def layer_norm_jvp(
-    tx: ArrayLike,
-    cache: Cache,
-    tgamma: ArrayLike | None = None,
-    tbeta: ArrayLike | None = None,
+    tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None = None, tbeta: ArrayLike | None = None
 ) -> Array:
     """
     Push the tangents of x, gamma and beta through `layer_norm_forward`: forward mode.
@@ -45,9 +42,8 @@ def layer_norm_jvp(
     ``|gamma| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``, where T(v) is
     ``rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``; for RMS norm both are
     without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0. Rows of float64
-    beyond about 2**200, or below 2**-200, get NaN: their products leave the range of float64.
-
-    Computed by the reference in NumPy, whatever the backend.
+    beyond about 2**200, or below 2**-200, get NaN: their products leave the range of float64. The
+    reference in NumPy computes them, whatever the backend.
 
     Examples
     --------
@@ -61,10 +57,7 @@ def layer_norm_jvp(
 
 
 def rms_norm_jvp(
-    tx: ArrayLike,
-    cache: Cache,
-    tgamma: ArrayLike | None = None,
-    tbeta: ArrayLike | None = None,
+    tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None = None, tbeta: ArrayLike | None = None
 ) -> Array:
     """
     Push the tangents of x, gamma and beta through `rms_norm_forward`: forward mode.
@@ -86,13 +79,9 @@ def rms_norm_jvp(
 
 
 def layer_norm_double_backward(
-    ddx: ArrayLike,
-    dy: ArrayLike,
-    cache: Cache,
-    *,
-    ddgamma: ArrayLike | None = None,
-    ddbeta: ArrayLike | None = None,
-) -> tuple[Array, Array, Array | None]:
+    ddx: ArrayLike, dy: ArrayLike, cache: Cache, *,
+    ddgamma: ArrayLike | None = None, ddbeta: ArrayLike | None = None,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """
     Pull cotangents of dx, dgamma and dbeta back through `layer_norm_backward`: second order.
 
@@ -123,7 +112,7 @@ def layer_norm_double_backward(
 
     Notes
     -----
-    Rows of float64 out of range get NaN, as in `layer_norm_jvp`.
+    Computed as by `layer_norm_jvp`, with NaN for the same rows of float64.
     Each element is within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma), with the
     c of y, and for dgamma that of `layer_norm_backward`'s. With T as in `layer_norm_jvp`, ``g =
     gamma * dy``, and g' and ddx' for g and ddx less their means, S is
@@ -132,8 +121,6 @@ def layer_norm_double_backward(
     - for dx: ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) + (|xhat| +
       mean|xhat|) mean(|ddx'| T(g)))``;
     - for dgamma: the sum over rows of ``|dy| T(ddx)``.
-
-    Computed by the reference in NumPy, whatever the backend.
 
     Examples
     --------
@@ -152,13 +139,9 @@ def layer_norm_double_backward(
 
 
 def rms_norm_double_backward(
-    ddx: ArrayLike,
-    dy: ArrayLike,
-    cache: Cache,
-    *,
-    ddgamma: ArrayLike | None = None,
-    ddbeta: ArrayLike | None = None,
-) -> tuple[Array, Array, Array | None]:
+    ddx: ArrayLike, dy: ArrayLike, cache: Cache, *,
+    ddgamma: ArrayLike | None = None, ddbeta: ArrayLike | None = None,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """
     Pull cotangents of dx, dgamma and dbeta back through `rms_norm_backward`: second order.
 

@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.derivatives import backward
-from stablenorm.functional.forward import forward
+from stablenorm.functional.operations import backward, forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
 # Makes a NamedTuple in half the time.
@@ -24,32 +23,22 @@ def on_dask() -> Any:
 
 
 def layer_norm(
-    x: ArrayLike,
-    gamma: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    eps: float = 1e-5,
-    *,
-    axis: int | tuple[int, ...] | None = -1,
-    out: Array | None = None,
-    backend: Backend | None = None,
-    gamma_offset: float = 0.0,
-    rounding: Rounding = "fast",
-    residual: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-) -> Array:
+    x: ArrayLike, gamma: ArrayLike | None = None, beta: ArrayLike | None = None, eps: float = 1e-5,
+    *, axis: int | tuple[int, ...] | None = -1, out: Array | None = None,
+    backend: Backend | None = None, gamma_offset: float = 0.0, rounding: Rounding = "fast",
+    residual: ArrayLike | None = None, where: ArrayLike | None = None,
+) -> Array:  # fmt: skip
     """
     Normalize `x` over `axis` to zero mean and unit variance, then scale and shift.
 
     Parameters
     ----------
     x : array
-        Input: float16, bfloat16, float32 or float64, any number of leading dimensions, any
-        strides, either byte order. Not modified, unless it is `out`.
-        It may be a Dask array; then the result is a lazy one: docs/how-to/dask.md.
+        Input: float16, bfloat16, float32 or float64, of any dimensions, strides and byte order. Not
+        modified, unless it is `out`. With a Dask array the result is lazy: docs/how-to/dask.md.
     gamma, beta : array, optional
-        Scale and shift, of the shape of the normalized axes, in the order in which `x` has them.
-        `layer_norm_forward` describes leading axes. Each has a floating dtype of its own.
-        Default: 1 and 0.
+        Scale and shift, of the shape of the normalized axes, in the order in which `x` has them; each
+        of a floating dtype of its own. Default: 1 and 0. Leading axes are as for `layer_norm_forward`.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     axis : int, tuple of int or None, default: -1
@@ -57,11 +46,11 @@ def layer_norm(
     out : array, optional
         Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
     backend : {"native", "numpy", "cuda"}, optional
-        "native", the default, is C++, with the same bits on every processor. "numpy" is the reference, which
-        it falls back on, with a warning, where the kernels are not built. Both keep the accuracy contract. Of
-        what does not cancel almost completely, y and dx of up to 32 bits have the same bits in all but
-        a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
-        is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
+        "native", the default, is C++, with the same bits on every processor. "numpy" is the reference,
+        the default, with a warning, where the kernels are not built. Both keep the accuracy contract.
+        Elements that do not cancel almost completely have the same bits in y and dx of up to 32 bits,
+        but for a few in 10^9; float64 results, dgamma and dbeta differ by an ulp at most. "cuda" is for
+        arrays on a CUDA device, which get no other: docs/how-to/gpu.md.
     gamma_offset : float, default: 0
         Added to `gamma`, exactly: 1 if gamma is stored less one. Finite.
     rounding : {"fast", "nearest"}, default: "fast"
@@ -100,9 +89,8 @@ def layer_norm(
     data in double-double. A gamma or beta of another dtype is widened exactly. Python's integers compute float64
     rows with numbers beyond 2**200 or below 2**-200, and all rows if gamma or beta is such: far more slowly.
 
-    Arrays of any layout are copied to rows without gaps, a block at a time.
-
-    NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
+    Arrays of any layout are copied to rows without gaps, a block at a time. NaN and infinity spoil
+    their own row only. With ``eps=0`` a row of zero variance is NaN.
 
     Examples
     --------
@@ -119,40 +107,29 @@ def layer_norm(
 
 
 def layer_norm_forward(
-    x: ArrayLike,
-    gamma: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    eps: float = 1e-5,
-    *,
-    axis: int | tuple[int, ...] | None = -1,
-    out: Array | None = None,
-    backend: Backend | None = None,
-    gamma_offset: float = 0.0,
-    rounding: Rounding = "fast",
-    residual: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-) -> tuple[Array, Cache]:
+    x: ArrayLike, gamma: ArrayLike | None = None, beta: ArrayLike | None = None, eps: float = 1e-5,
+    *, axis: int | tuple[int, ...] | None = -1, out: Array | None = None,
+    backend: Backend | None = None, gamma_offset: float = 0.0, rounding: Rounding = "fast",
+    residual: ArrayLike | None = None, where: ArrayLike | None = None,
+) -> tuple[Array, Cache]:  # fmt: skip
     """
     Normalize `x` as `layer_norm` does, and keep what the backward needs.
 
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`. The
-        backward follows them. The cache refers to `x`, or to a copy if it was in the other byte
-        order.
+        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`, which the
+        backward follows. The cache refers to `x`, or to a copy if it was in the other byte order.
     gamma, beta : array, optional
         As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
         Their gradients have their shapes. Each part of `x` with a gamma and beta of its own has the
         bits of a call on it alone. Small parts take longer than one gamma for all.
     out : array, optional
-        Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual`, which
-        does not keep `x`; else it shares no memory with it.
+        As for `layer_norm`, but it may be `x` itself only with a `residual`, which does not keep `x`.
     residual : array of the shape of x, optional
-        Added to `x` first. The sum s is rounded once to the dtype of `x` and normalized. It is
-        ``cache.x``, for the next residual. Any of the four dtypes. It is added while the rows are in the
-        processor's cache.
+        Added to `x` first; of any of the four dtypes. The sum is rounded once to the dtype of `x` and
+        normalized. It is ``cache.x``, for the next residual.
     where : array of bool, optional
         Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
         NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without
@@ -162,7 +139,7 @@ def layer_norm_forward(
     Returns
     -------
     y : array
-        The result, of the shape and dtype of `x`.
+        As `layer_norm` returns it.
     cache : Cache
         For `layer_norm_backward`, lazy if `x` is: `x` and `gamma` by reference, and per row the mean and the
         reciprocal standard deviation, 24 bytes (40 with float64 data; 8 more with
@@ -188,17 +165,11 @@ def layer_norm_forward(
 
 
 def layer_norm_backward(
-    dy: ArrayLike,
-    cache: Cache,
-    *,
-    wrt: Sequence[Name] = NAMES,
-    out: Sequence[Array | None] | None = None,
-    dsum: ArrayLike | None = None,
-    sum_axes: int | tuple[int, ...] | None = None,
-    dmean: ArrayLike | None = None,
-    drstd: ArrayLike | None = None,
-    accumulate: bool = False,
-) -> Gradients:
+    dy: ArrayLike, cache: Cache, *, wrt: Sequence[Name] = NAMES,
+    out: Sequence[Array | None] | None = None, dsum: ArrayLike | None = None,
+    sum_axes: int | tuple[int, ...] | None = None, dmean: ArrayLike | None = None,
+    drstd: ArrayLike | None = None, accumulate: bool = False,
+) -> Gradients:  # fmt: skip
     """
     Pull the cotangent `dy` back through `layer_norm_forward`.
 
@@ -219,9 +190,8 @@ def layer_norm_backward(
         of the next residual. dx is then the gradient of `x` and of the residual alike.
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
-        remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives
-        (B, D), the gradients of each sample. Default: all axes along which gamma or beta does not
-        vary.
+        remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives (B,
+        D), the gradients of each sample. Default: all axes along which gamma or beta does not vary.
     dmean, drstd : array of the shape of cache.mean, optional
         Cotangents of `cache.mean` and `cache.rstd`, if something was computed from these. They add
         ``dmean / n - drstd rstd**2 xhat / n`` to dx, before it is rounded; with a mask, n is the
@@ -234,7 +204,8 @@ def layer_norm_backward(
     -------
     Gradients
         dx, dgamma and dbeta, of the shapes (but for `sum_axes`) and dtypes of x, gamma and beta.
-        None for what was not asked for, and for a gamma or beta that was not given.
+        None for what was not asked for, and for a gamma or beta that was not given. The order of the
+        sums depends on the shape and the dtypes alone.
 
     Raises
     ------
@@ -258,8 +229,6 @@ def layer_norm_backward(
     - for dbeta: the sum over rows of ``|dy|``, the same c;
     - for both, with ``accumulate=True``, plus the size of the old value.
 
-    dgamma and dbeta are summed in an order that depends on the shape and the dtypes alone.
-
     Examples
     --------
     >>> import numpy as np
@@ -276,19 +245,11 @@ def layer_norm_backward(
 
 
 def rms_norm(
-    x: ArrayLike,
-    gamma: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    eps: float = 1e-5,
-    *,
-    axis: int | tuple[int, ...] | None = -1,
-    out: Array | None = None,
-    backend: Backend | None = None,
-    gamma_offset: float = 0.0,
-    rounding: Rounding = "fast",
-    residual: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-) -> Array:
+    x: ArrayLike, gamma: ArrayLike | None = None, beta: ArrayLike | None = None, eps: float = 1e-5,
+    *, axis: int | tuple[int, ...] | None = -1, out: Array | None = None,
+    backend: Backend | None = None, gamma_offset: float = 0.0, rounding: Rounding = "fast",
+    residual: ArrayLike | None = None, where: ArrayLike | None = None,
+) -> Array:  # fmt: skip
     """
     Divide `x` by its root mean square over `axis`, then scale and shift.
 
@@ -302,8 +263,7 @@ def rms_norm(
     Returns
     -------
     array
-        ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, of the shape and dtype of `x`; `out` if
-        that was given.
+        ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, as `layer_norm` returns it.
 
     Notes
     -----
@@ -325,34 +285,20 @@ def rms_norm(
 
 
 def rms_norm_forward(
-    x: ArrayLike,
-    gamma: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    eps: float = 1e-5,
-    *,
-    axis: int | tuple[int, ...] | None = -1,
-    out: Array | None = None,
-    backend: Backend | None = None,
-    gamma_offset: float = 0.0,
-    rounding: Rounding = "fast",
-    residual: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-) -> tuple[Array, Cache]:
+    x: ArrayLike, gamma: ArrayLike | None = None, beta: ArrayLike | None = None, eps: float = 1e-5,
+    *, axis: int | tuple[int, ...] | None = -1, out: Array | None = None,
+    backend: Backend | None = None, gamma_offset: float = 0.0, rounding: Rounding = "fast",
+    residual: ArrayLike | None = None, where: ArrayLike | None = None,
+) -> tuple[Array, Cache]:  # fmt: skip
     """
     Normalize `x` as `rms_norm` does, and keep what the backward needs.
 
     Parameters
     ----------
     x : array
-        As for `layer_norm_forward`, and so are all the rest and the errors.
-
-    Returns
-    -------
-    y : array
-        The result, of the shape and dtype of `x`.
-    cache : Cache
-        For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
-        square, 8 bytes (16 with float64 data; 8 more with ``rounding="nearest"``).
+        As for `layer_norm_forward`, and so are all the rest, the results and the errors. The cache is
+        for `rms_norm_backward`, and has of each row the reciprocal root mean square alone: 8 bytes (16
+        with float64 data; 8 more with ``rounding="nearest"``).
 
     Examples
     --------
@@ -368,16 +314,11 @@ def rms_norm_forward(
 
 
 def rms_norm_backward(
-    dy: ArrayLike,
-    cache: Cache,
-    *,
-    wrt: Sequence[Name] = NAMES,
-    out: Sequence[Array | None] | None = None,
-    dsum: ArrayLike | None = None,
-    sum_axes: int | tuple[int, ...] | None = None,
-    drstd: ArrayLike | None = None,
+    dy: ArrayLike, cache: Cache, *, wrt: Sequence[Name] = NAMES,
+    out: Sequence[Array | None] | None = None, dsum: ArrayLike | None = None,
+    sum_axes: int | tuple[int, ...] | None = None, drstd: ArrayLike | None = None,
     accumulate: bool = False,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """
     Pull the cotangent `dy` back through `rms_norm_forward`.
 

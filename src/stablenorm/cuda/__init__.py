@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from stablenorm.arrays import Arrays
 from stablenorm.call import Backward, Forward
 from stablenorm.cuda import arrays, driver
+from stablenorm.cuda.arrays import convert, overlap, same_elements, target
 from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack
 from stablenorm.types import Statistics
 
-__all__ = ["check_usable"]
+__all__ = ["check_usable", "convert", "overlap", "same_elements", "target"]
 
 # The driver refuses a launch whose blocks wait for one another if they would not all fit, whatever it
 # said before: another process, or a share of the device, may have taken multiprocessors away.
@@ -156,12 +156,6 @@ def _on_device(device: Any, work: Callable[[Any], Any]) -> Any:
         raise MemoryError(msg) from error
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    return _on_device(like.device, lambda cupy: cupy.empty(shape, dtype))
-
-
-# How the public functions handle these arrays; those of the shape of x are handed over with their axes.
-ARRAYS = Arrays(
-    arrays.convert, arrays.target, _empty, arrays.overlap, arrays.same_elements,
-    lambda array, axes: (array, axes),
-)  # fmt: skip
+def empty_like(like: Any) -> Any:
+    """Return a new array, in C order, of the shape and dtype of another, and on its device."""
+    return _on_device(like.device, lambda cupy: cupy.empty(like.shape, like.dtype))

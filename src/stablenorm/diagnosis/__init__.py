@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import HOST, as_rows, is_lazy, normalize_axes, normalized_shape
+from stablenorm.arrays import as_rows, convert, is_lazy, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.diagnosis.results import Diagnosis, Row, Summary, describe_row
 from stablenorm.formats import check_dtype, format_of, parse
@@ -92,7 +92,7 @@ def diagnose(
     if is_lazy(x):
         msg = "x must be an array in memory, got a Dask array; pass x.compute(), or some rows of it"
         raise TypeError(msg)
-    array = HOST.convert("x", x)
+    array = convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
     if kind not in METHODS:

@@ -1,39 +1,33 @@
-"""The checks of arguments, each once."""
+"""The checks of arguments, each once, and the table of features that cannot be combined."""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import shorten
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
-from numpy.typing import ArrayLike
 
-from stablenorm.arrays import Arrays, is_lazy_cache, normalized_shape, refuse_others, show_axes
-from stablenorm.functional.combinations import NEAREST, check_combinations
+from stablenorm.arrays import is_lazy_cache, normalized_shape, refuse_others, show_axes
 from stablenorm.functional.layout import Lead, lead_of
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, check_eps, real
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape, check_eps, real
 
 
-def checked_norm(
-    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...]
-) -> Norm:
+def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
-    gamma_offset, rounding = norm.gamma_offset, cast(Any, norm.rounding)
-    normalized_shape(x_shape, axes)
+    shape, gamma_offset = normalized_shape(x_shape, axes), norm.gamma_offset
+    rounding: Any = norm.rounding
     gamma, beta = (
-        None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
+        None if value is None else _parameter(name, convert(name, value), shape, x_shape, axes)
         for name, value in zip(NAMES[1:], norm[:2], strict=True)
     )
-    eps, is_float = check_eps(norm.eps), type(gamma_offset) is float
-    offset = gamma_offset if is_float else real("gamma_offset", gamma_offset)
+    eps, offset = check_eps(norm.eps), real("gamma_offset", gamma_offset)
     if not math.isfinite(offset):
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
     if offset and gamma is None:
-        given = f"gamma_offset={gamma_offset}"
-        msg = f"gamma must be given with {given}, got None; leave gamma_offset away"
+        msg = f"gamma must be given with gamma_offset={gamma_offset}, got None; leave gamma_offset away"
         raise ValueError(msg)
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
@@ -41,11 +35,11 @@ def checked_norm(
     return Norm(gamma, beta, eps, norm.kind, offset, rounding)
 
 
-def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    shape, leading = normalized_shape(x_shape, axes), array.ndim - len(axes)
+def _parameter(name: str, array: Array, shape: Shape, x_shape: Shape, axes: Shape) -> Array:
+    """Return gamma or beta, if its shape is that of the normalized axes, perhaps after others."""
     if array.shape == shape:
         return array
-    cure = ""
+    leading, cure = array.ndim - len(axes), ""
     if leading > 0 and array.shape[leading:] == shape:
         lengths = tuple(length for i, length in enumerate(x_shape) if i not in axes)
         if fits(array.shape[:leading], lengths):
@@ -56,17 +50,19 @@ def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[in
     raise ValueError(msg)
 
 
-def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
+def fits(leading: Shape, lengths: Shape) -> bool:
     """Tell whether axes broadcast against axes of these lengths."""
     pairs = zip(reversed(leading), reversed(lengths), strict=False)
     return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
 
 
 def of_shape(
-    arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
-) -> Array:
-    """Return an argument as an array of a shape; `of` names the array whose shape that is."""
-    array: Array = arrays.convert(name, value)
+    convert: Any, name: str, value: Any, shape: Shape, of: str = "x", optional: bool = False
+) -> Any:
+    """Return an argument as an array of a shape, that of the array called `of`; None, if `optional`, as None."""
+    if optional and value is None:
+        return None
+    array = convert(name, value)
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
         raise ValueError(msg)
@@ -90,11 +86,11 @@ def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
         raise ValueError(msg)
 
 
-def check_sum_axes(
-    sum_axes: int | tuple[int, ...], cache: Cache
-) -> tuple[Lead, list[Array | None]]:
-    """Return the lead of the sums, and templates with the shapes and dtypes of dgamma and dbeta."""
+def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[Any]]:
+    """Return the lead of the sums, None by default, and templates of the shapes and dtypes of dgamma and dbeta."""
     x, norm, axes = cache[:3]
+    if sum_axes is None:
+        return None, norm[:2]
     try:
         given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
         summed = normalize_axis_tuple(given, x.ndim)
@@ -116,11 +112,11 @@ def check_sum_axes(
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
     shape = [x.shape[axis] for axis in (*(i for i in others if i not in summed), *axes)]
-    kept = (None if each is None else np.empty((), each.dtype) for each in norm[:2])
-    return lead, [None if each is None else np.broadcast_to(each, shape) for each in kept]
+    like = [v if v is None else np.broadcast_to(np.empty((), v.dtype), shape) for v in norm[:2]]
+    return lead, like
 
 
-def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], rounding: str) -> Array:
+def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     """Return a copy of a mask in x's dimensions; if it does not vary along `axes`, of length 1."""
     refuse_others("where", where)
     try:
@@ -143,7 +139,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     return mask.copy()
 
 
-def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+def check_mask(mask: Any, shape: Shape) -> None:
     """Raise unless `mask` is of bool and broadcasts to this shape."""
     if mask.dtype != np.bool_:
         msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
@@ -163,20 +159,20 @@ def asked_names(wrt: object) -> tuple[str, ...]:
 
 
 def results_in(
-    arrays: Arrays, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
+    arrays: Any, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
 ) -> list[Any]:
     """Return `outs`, checked, or new arrays like these; the first may be the input `over`."""
     found: list[Any] = []
     for (name, like), out in zip(likes.items(), outs, strict=True):
         if like is None or out is None:
-            found.append(None if like is None else arrays.empty(like.shape, like.dtype, like))
+            found.append(None if like is None else arrays.empty_like(like))
             continue
         target = arrays.target(name, out, like.shape, like.dtype)
         for other, there in inputs.items():
             # Compare elements last: arrays hardly ever overlap.
-            if there is not None and arrays.overlap(target, there):
-                if not found and other == over and arrays.same_elements(target, there):
-                    continue
+            if there is None or not arrays.overlap(target, there):
+                continue
+            if found or other != over or not arrays.same_elements(target, there):
                 msg = (
                     f"{name} must not share memory with {other}, which is still needed; pass a copy"
                 )
@@ -187,7 +183,7 @@ def results_in(
 
 
 def checked_gradients(
-    arrays: Arrays, out: Any, likes: dict[str, Any], inputs: dict[str, Any], accumulate: bool
+    arrays: Any, out: Any, likes: dict[str, Any], inputs: dict[str, Any], accumulate: bool
 ) -> Gradients:
     """Return the arrays to write gradients into; None for those that wrt leaves out."""
     needs = "out must have three entries, for dx, dgamma and dbeta, got"
@@ -203,3 +199,50 @@ def checked_gradients(
             msg = f"{name} must be the array to add to with accumulate=True, got None"
             raise ValueError(msg)
     return Gradients._make(results_in(arrays, given, likes, inputs, over="dy"))
+
+
+CUDA, DASK = "arrays on a CUDA device", "a Dask array"
+NEAREST, LEADING = 'rounding="nearest"', "leading axes of gamma or beta"
+_DERIVATIVES = "jvp", "double_backward"
+
+# Features, what they cannot be combined with, why, and what to do instead; the documentation shows it.
+REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
+      "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),
+     CUDA, "its kernel has no place for it", "copy them to the host, as x.get() does"),
+    (("where that varies inside a row", "dmean", "drstd", *_DERIVATIVES),
+     NEAREST, "its error is not bounded there", 'use rounding="fast"'),
+    (_DERIVATIVES, LEADING, "each part has a gamma of its own",
+     "leave them out of the forward, and apply them to its y"),
+    (("out",), DASK, "it has no memory", "dask.array.store(result, out) writes into arrays"),
+    (("sum_axes",), DASK, "sums are over all chunks",
+     "for gradients of each sample, give gamma and beta leading axes"),
+    (("accumulate",), DASK, "sums are over all chunks", "add dgamma and dbeta to others yourself"),
+    (("dmean", "drstd"), DASK, "they are of whole arrays",
+     "call forward and backward on chunks in memory, in dask.array.map_blocks"),
+    (_DERIVATIVES, DASK, "they are for arrays in memory", "call forward on x.compute()"),
+)  # fmt: skip
+
+
+def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
+    """Return the features in the table that a norm has whose arrays are those of a backend."""
+    has = {
+        CUDA: backend == "cuda",
+        NEAREST: norm.rounding == "nearest",
+        "RMS norm": norm.kind == "rms",
+        "gamma_offset": norm.gamma_offset != 0.0,
+        LEADING: any(each is not None and each.ndim > len(axes) for each in norm[:2]),
+    }
+    return [feature for feature, is_there in has.items() if is_there]
+
+
+def check_combinations(features: Iterable[str], **keywords: Any) -> None:
+    """Raise ValueError if two of these features and given keywords are in the table together."""
+    # `is not`, since `!=` of an array is an array.
+    given = {name for name, value in keywords.items() if value is not None and value is not False}
+    given |= set(features)
+    for refused, other, reason, cure in REFUSED:
+        for feature in refused:
+            if other in given and feature in given:
+                msg = f"{feature} cannot be combined with {other}: {reason}; {cure}"
+                raise ValueError(msg)

@@ -5,8 +5,6 @@ A *lead* has one length for each axis of x that is not normalized: x's own if a 
 else 1. Axes whose length in the lead is not 1 cut x into samples.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -16,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm import memory
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
-Lead = tuple[int, ...]
+Lead = Shape
 
 # Addresses a multiple of PAGE apart share a set of the first-level cache, of 8 lines. Strips of 16 elements take
 # half to two thirds of the time of such copies, as of (8, 64, 32, 32) over axis 1; below CROWDED they save nothing.
@@ -29,64 +27,64 @@ class Layout(NamedTuple):
     """How arrays of the shape of x are seen as rows, and gamma and beta as theirs."""
 
     # The axes of x: those that count samples, those that count their rows, the normalized ones.
-    order: tuple[int, ...]
+    order: Shape
     # The lengths of x along the axes that count rows, at least one, and along the normalized ones.
-    leading: tuple[int, ...]
-    last: tuple[int, ...]
+    leading: Shape
+    last: Shape
     # The lead of all parameters and sums together, and the number of samples that it makes.
     lead: Lead
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
     # The shape of gamma, beta and their gradients: (n,) or, with several samples, (samples, n).
-    of_samples: tuple[int, ...]
+    of_samples: Shape
 
     def moved(self, array: Array) -> Array:
-        """Return an array of the shape of x with axes in this order, as other methods take it."""
-        moved = array.transpose(self.order)
-        return moved if len(self.last) < moved.ndim else moved[np.newaxis]
-
-    def view(self, moved: Array) -> Array | None:
-        """Return an array, a memmap perhaps, as (rows, n) without a copy; None if its rows are not plain."""
-        moved, count = np.asarray(moved), len(self.leading)
+        """Return an array of the shape of x as (rows, n) if its rows are plain; else with axes in this order."""
+        # An array may be a memmap.
+        moved, count = np.asarray(array).transpose(self.order), len(self.leading)
+        if len(self.last) == moved.ndim:
+            moved = moved[np.newaxis]
+        # A mask stays as it is: it may have length 1 along the normalized axes.
+        if moved.dtype == np.bool_:
+            return moved
         if not moved.flags.c_contiguous:
-            if _step_of(moved.shape[:count], moved.strides[:count]) is None:
-                return None
-            step = _step_of(moved.shape[count:], moved.strides[count:])
-            if self.shape[1] > 1 and step != moved.itemsize:
-                return None
+            outer = _step_of(moved.shape[:count], moved.strides[:count])
+            inner = _step_of(moved.shape[count:], moved.strides[count:])
+            if outer is None or (self.shape[1] > 1 and inner != moved.itemsize):
+                return moved
         # Such axes merge without a copy.
         return moved.reshape(self.shape)
 
     def read(self, moved: Array, rows: range | Array) -> Array:
         """Return a copy of some rows, (rows, n)."""
+        leading = self.leading if moved.ndim > 2 else moved.shape[:1]
+        if is_plain(moved) and not isinstance(rows, range):
+            return np.take(moved, rows, axis=0)
         if not isinstance(rows, range):
-            view = self.view(moved)
-            if view is not None:
-                return np.take(view, rows, axis=0)
-            return moved[np.unravel_index(rows, self.leading)].reshape(len(rows), self.shape[1])
+            return moved[np.unravel_index(rows, leading)].reshape(len(rows), self.shape[1])
         found = memory.empty((len(rows), self.shape[1]), moved.dtype)
-        for box, some in _boxes(self.leading, rows.start, rows.stop):
+        for box, some in _boxes(leading, rows.start, rows.stop):
             _copy(moved[box], found[some].reshape(moved[box].shape))
         return found
 
     def write(self, moved: Array, rows: range | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
+        leading = self.leading if moved.ndim > 2 else moved.shape[:1]
         if isinstance(rows, range):
-            for box, some in _boxes(self.leading, rows.start, rows.stop):
+            for box, some in _boxes(leading, rows.start, rows.stop):
                 _copy(found[some].reshape(moved[box].shape), moved[box])
         else:
-            index = np.unravel_index(rows, self.leading)
-            moved[index] = found.reshape(len(rows), *self.last)
+            index = np.unravel_index(rows, leading)
+            moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
 
-    def numbers(self) -> Array | None:
-        """Return which row of x, in C order, each row of this layout is; None if it is the same."""
+    def numbers(self, shape: Shape) -> Array | None:
+        """Return which row of an x of this shape, in C order, each row of the layout is; None if the same."""
         axes = self.order[: len(self.order) - len(self.last)]
-        by = sorted(range(len(axes)), key=axes.__getitem__)
-        if by == sorted(by):
+        if list(axes) == sorted(axes):
             return None
-        rows = np.arange(self.shape[0]).reshape([self.leading[i] for i in by])
-        return rows.transpose(np.argsort(by)).reshape(-1)
+        lengths = [length if i in axes else 1 for i, length in enumerate(shape)]
+        return np.arange(self.shape[0]).reshape(lengths).transpose(self.order).reshape(-1)
 
     def parameter(self, array: Array | None) -> Any:
         """Return gamma or beta as (n,); with samples as (samples, n), the same elements where it does not vary."""
@@ -99,7 +97,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(256)
-def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> Layout:
+def layout_of(shape: Shape, axes: Shape, *leads: Lead) -> Layout:
     """Return the layout of an x whose `axes` are normalized, cut where one of `leads` is not 1."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
     lead = np.broadcast_shapes((1,) * len(others), *leads)
@@ -113,11 +111,16 @@ def layout_of(shape: tuple[int, ...], axes: tuple[int, ...], *leads: Lead) -> La
     return Layout(order, leading or (1,), last, lead, samples, (rows, n), of_samples)
 
 
-def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
+def lead_of(parameter: Array | None, ndim: int, axes: Shape) -> Lead:
     """Return the lead of gamma or beta."""
     if parameter is None:
         return (1,) * (ndim - len(axes))
     return (1,) * (ndim - parameter.ndim) + parameter.shape[: parameter.ndim - len(axes)]
+
+
+def is_plain(moved: Array) -> bool:
+    """Tell whether an array is (rows, n) with unit stride within a row."""
+    return moved.ndim == 2 and (moved.shape[1] == 1 or moved.strides[1] == moved.itemsize)
 
 
 def _copy(source: Array, to: Array) -> None:
@@ -132,7 +135,7 @@ def _copy(source: Array, to: Array) -> None:
         to[strip] = source[strip]
 
 
-def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+def _step_of(lengths: Shape, strides: Shape) -> int | None:
     """Return the stride of neighbouring axes merged into one, 0 for one element; None if they do not merge."""
     steps = [each for each in zip(lengths, strides, strict=True) if each[0] != 1]
     pairs = itertools.pairwise(steps)
@@ -141,7 +144,7 @@ def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return steps[-1][1] if steps else 0
 
 
-def _boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Any, slice]]:
+def _boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Any, slice]]:
     """Yield the boxes of leading axes that hold rows `start` to `stop`, in C order, each with its rows' places."""
     inner, place = math.prod(lengths[1:]), 0
     while start < stop:
