@@ -5,7 +5,7 @@ Every float is an integer times a power of two, so mean, variance and all sums o
 integers over known denominators; the only irrational number is ``rstd``, enclosed by one integer
 square root a row. Comparisons that this enclosure leaves open are settled exactly, so whether an
 element is correctly rounded is decided, never estimated. Nothing here is shared with the code that
-is judged; NumPy only reads and writes the arrays.
+is judged; NumPy reads and writes the floats, and holds Python's integers.
 """
 
 from __future__ import annotations
@@ -107,13 +107,8 @@ def exact_rms_norm(
     """
     Return the exact RMS norm of `x` over its last axis: ``xhat = x / sqrt(mean(x**2) + eps)``.
 
-    The parameters are those of `exact_layer_norm`, and `options` its keywords. There is no mean, and so
-    no `dmean`.
-
-    Returns
-    -------
-    ExactNorm
-        As of `exact_layer_norm`.
+    The parameters and the result are those of `exact_layer_norm`, and `options` its keywords. There is no
+    mean, and so no `dmean`.
 
     Examples
     --------
