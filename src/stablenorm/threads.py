@@ -44,11 +44,8 @@ def get_num_threads() -> int:
     """
     Return how many threads a call may use.
 
-    Returns
-    -------
-    int
-        What `set_num_threads` was given; before that STABLENORM_NUM_THREADS, if it is set, or else
-        the number of processors that this process may run on.
+    The number that `set_num_threads` was given; before that STABLENORM_NUM_THREADS, if it is set, or
+    else the number of processors that this process may run on.
 
     Raises
     ------

@@ -60,8 +60,8 @@ def diagnose(
     TypeError
         If a dtype is not one of the four, or `top` is not an int.
     ValueError
-        If `kind` is neither, `axis` is not an axis of `x` or has length zero, `eps` is negative or not finite, or
-        `top` is negative.
+        If `kind` is neither, `axis` is not an axis of `x` or has length zero, `eps` is negative or not
+        finite, or `top` is negative.
 
     Notes
     -----
@@ -75,8 +75,8 @@ def diagnose(
     mean and an rstd rounded to that format.
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
-    a cotangent at right angles to 1 and xhat, which a random one of more than two elements nearly
-    is. Those of RMS norm are at most 1: without a mean nothing cancels. It loses bits where x^2 is held
+    a cotangent at right angles to 1 and xhat, as a random one of more than two elements nearly is.
+    Those of RMS norm are at most 1, as without a mean nothing cancels; it loses bits where x^2 is held
     in too narrow a format: in float16 the square of 256 overflows.
 
     Examples

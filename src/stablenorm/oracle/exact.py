@@ -1,8 +1,4 @@
-"""
-The exact quantities of a norm: their values, rounded, and how far given arrays are from them.
-
-The contract that arrays are held against is ``|error| <= limit ulp + c * S``.
-"""
+"""The exact quantities of a norm: their values, rounded, and how far given arrays are from them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,15 +83,11 @@ class ExactNorm:
         self, x: Array, eps: Fraction, kind: str, quantities: dict[str, Quantity],
         vectors: dict[str, Vector], matrices: dict[str, Array],
     ):  # fmt: skip
-        """
-        Take checked arguments by their names.
-
-        `vectors` are those that all rows share, also what is added to summed quantities, under the
-        names of these; `matrices` differ from row to row, float64 (rows, n) or (rows, 1).
-        """
         self.x, self.shape = x, x.shape
         self.rows, self.n = matrices["x"].shape
         self._eps, self._kind, self._quantities = eps, kind, quantities
+        # Arguments by name: those that all rows share, with what is added to a sum under the name of the
+        # sum; and those that differ from row to row, float64 (rows, n) or (rows, 1).
         self._vectors, self._matrices = vectors, matrices
 
     def mean(self, row: int) -> Fraction:
@@ -167,10 +159,8 @@ class ExactNorm:
         ----------
         **arrays : array, optional
             What an implementation returned, by the names of the quantities; the dtype of each
-            chooses its limit and c, `LIMITS`. S is the sum of the magnitudes that an element is
-            made of, so that only an element that cancels almost completely may use the second term.
-            What an argument adds to an element, it adds in magnitude to S. RMS norm has S of layer
-            norm without mean|xhat| and mean|g|, which stand for the rounding of means.
+            chooses its limit and c. "The accuracy contract" in the documentation defines S, the
+            sum of the magnitudes that an element is made of.
 
         Returns
         -------
