@@ -34,7 +34,7 @@ class Row(dict[str, Vector]):
         self.ones = self["where"]
         self.n = self.ones.total() or Fraction(1)
         self.mean = self["x"].total() / self.n if self.is_layer else Fraction(0)
-        # xhat / rstd is `centered`; its magnitude in S is larger.
+        # The attribute `xhat` is xhat / rstd; `Magnitudes` has a larger one.
         self.xhat = self.centered = self.center(self["x"])
         self.var = self.inner(self.centered, self.centered)
         # rstd**2; where there is none, 1: what a mask leaves out is 0 whatever it is.
