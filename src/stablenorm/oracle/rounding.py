@@ -121,16 +121,16 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
     low, width, exponent = interval
     ulp = fmt.ulp_exponent(low.bit_length() + exponent)
     shift = ulp - exponent
-    if shift <= 0:
-        steps, rest, half = low << -shift, 0, 1
-    else:
-        steps = low >> shift
-        rest, half = low - (steps << shift), 1 << shift - 1
+    if shift < 1:
+        # A half of the ulp is a unit.
+        low, width, shift = low << 1 - shift, width << 1 - shift, 1
+    steps, half = low >> shift, 1 << shift - 1
+    rest = low - (steps << shift)
     # Open: a width that reaches a midpoint, or zero with its sign. Crossing a power of two needs no
     # special case: on either grid the nearest is the power of two between them. (Above a negative one
     # the grid is twice as fine.)
     sign_open = low < 0 <= low + width
-    if width and (sign_open or shift <= 0 or 2 * width >= half or rest <= half <= rest + width):
+    if width and (sign_open or 2 * width >= half or rest <= half <= rest + width):
         return None
     steps += rest > half or (rest == half and steps & 1)
     if steps == 0:
