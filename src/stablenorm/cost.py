@@ -2,10 +2,9 @@
 Floating-point operations and bytes of a layer or RMS norm, as formulas of rows, n and s.
 
 Three programs are counted: the plain formula in NumPy, the reference, and the fused CPU kernel. They do
-the same algebra. What tells them apart is how often each byte is moved. s is the bytes of an element of
-x, gamma, beta and dy alike. A flop is an addition, subtraction, multiplication, division or square root
-of reals; a fused multiply-add is two. Work done once per row (a division, a root) is left out of the
-flops: it is a part 1/n.
+the same algebra, but differ in how often they move each byte. s is the bytes of an element of x, gamma,
+beta and dy alike. A flop is an addition, subtraction, multiplication, division or square root of reals;
+a fused multiply-add is two. Flops leave out what is done once per row, a part 1/n.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import check_dtype, parse
+from stablenorm.reference.blocks import BLOCK
 
 DIRECTIONS = ("forward", "backward")
-# Elements of a block of the reference, `reference.blocks.BLOCK`.
-_BLOCK = 1 << 15
-
 # Forward and backward, each for at most 32 bits and for float64: flops per element, as the page
 # "Time and memory" counts them; and words that the passes of plain NumPy move, or blocks that the
 # reference holds.
@@ -33,7 +30,7 @@ PROGRAMS = {
 
 class Cost(NamedTuple):
     """
-    The work of one forward or one backward.
+    The flops and bytes of one forward or one backward.
 
     `moved` is the bytes that memory must read and write where the arrays are larger than the
     caches; `held` is the new bytes held at the worst moment, results included.
@@ -48,7 +45,7 @@ def count_cost(
     program: str, direction: str, matrix: tuple[int, int], dtype: Any, kind: str = "layer"
 ) -> Cost:
     """
-    Count what a program does, forward or backward.
+    Count what a program does, forward or backward, in flops, bytes moved and bytes held.
 
     Parameters
     ----------
@@ -62,11 +59,6 @@ def count_cost(
         Of x, gamma, beta and dy alike: float16, bfloat16, float32 or float64.
     kind : {"layer", "rms"}, default: "layer"
         Which norm.
-
-    Returns
-    -------
-    Cost
-        Flops, bytes moved and bytes held.
 
     Examples
     --------
@@ -84,7 +76,7 @@ def count_cost(
         return Cost(flops * size, (2 * s + extra * c) * size, 4 * c * size)
     # Bytes that must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in,
     # dx and the two sums out.
-    statistics, block = rows * _statistics(s, kind), 8 * min(max(1, _BLOCK // n), rows) * n
+    statistics, block = rows * _statistics(s, kind), 8 * min(max(1, BLOCK // n), rows) * n
     held = s * size + (2 * s * n if backward else statistics) + extra * block
     return Cost(flops * size, (2 + backward) * s * (size + n) + statistics, held)
 

@@ -47,7 +47,7 @@ def is_supported(dtype: np.dtype[Any]) -> bool:
 def check_dtype(name: str, array: NDArray[Any]) -> None:
     """Raise TypeError unless `array` holds one of the four floating types."""
     if not is_supported(array.dtype):
-        is_argument = array.dtype.kind in "iub" and name.isidentifier()
+        is_argument = array.dtype.kind in "iub" and name.isidentifier() and name != "dtype"
         cure = f"; pass np.asarray({name}, np.float32)" * is_argument
         if is_argument and name == "gamma" and array.ndim < 2 and array.size < 4:
             cure += ". If it is PyTorch's normalized_shape, leave it out: axis= takes its place"

@@ -2,7 +2,7 @@
 Memory for results that is handed out again once the last array that refers to it is gone.
 
 The system clears the pages of a large new array one by one, as they are first written, which can
-take as long as the layer norm. native/memory.cpp keeps the memory of large results for which none was given.
+take as long as the layer norm. native/memory.cpp keeps the memory of large results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def default_limit() -> int:
     # A container may allow less than the machine has.
     with contextlib.suppress(OSError, ValueError):
         found.append(int(Path("/sys/fs/cgroup", "memory.max").read_text()))
-    # Dask restarts a worker, as which this process runs, that goes beyond its limit; None is no limit.
+    # Dask restarts a worker that goes beyond its limit, perhaps this process; None is no limit.
     with contextlib.suppress(KeyError, AttributeError):
         workers = list(sys.modules["distributed.worker"].Worker._instances)
         found += filter(None, [each.memory_manager.memory_limit for each in workers])
@@ -70,9 +70,8 @@ def set_idle_limit(nbytes: int) -> None:
 
     Notes
     -----
-    Large are results of 1 MiB or more for which no `out` was given. Such a result takes memory that is no
-    longer in use: the last array that refers to it is gone. Beyond the limit the longest idle is released.
-    Memory in use does not count.
+    A result of 1 MiB or more for which no `out` was given takes memory whose last array is gone. Beyond
+    the limit the longest idle is released. Memory in use does not count.
 
     Examples
     --------

@@ -23,9 +23,9 @@ def set_num_threads(count: int) -> None:
 
     Notes
     -----
-    Results do not depend on it: not a bit, nor on whether the calling thread is set to flush
-    subnormals or to round upward. No thread is started or woken for small inputs, and a
-    call that begins while another has the helper threads stays on its own.
+    No bit of a result depends on it, nor on whether the calling thread is set to flush subnormals or
+    to round upward. Small inputs, and a call that begins while another has the helper threads, stay
+    on the calling thread.
 
     Examples
     --------
@@ -44,30 +44,23 @@ def get_num_threads() -> int:
     """
     Return how many threads a call may use.
 
-    Returns
-    -------
-    int
-        What `set_num_threads` was given; before that STABLENORM_NUM_THREADS, if it is set, or else
-        the number of processors that this process may run on.
+    The number that `set_num_threads` was given; before that STABLENORM_NUM_THREADS, if it is set, or
+    else the number of processors that this process may run on.
 
     Raises
     ------
     ValueError
         If STABLENORM_NUM_THREADS is not a positive integer.
     """
+    global _chosen  # noqa: PLW0603  # the one setting of the process
     if _chosen is None:
-        set_num_threads(_default())
-    return _chosen or 1
-
-
-def _default() -> int:
-    name = "STABLENORM_NUM_THREADS"
-    asked = os.environ.get(name)
-    if not asked:
         # A container or taskset may allow fewer processors than there are; macOS has no affinity.
         affinity = getattr(os, "sched_getaffinity", None)
-        return len(affinity(0)) if affinity else os.cpu_count() or 1
-    if not asked.strip().isdecimal() or int(asked) < 1:
-        msg = f"{name} must be a positive integer, got {asked!r}; unset or correct it"
-        raise ValueError(msg)
-    return int(asked)
+        processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+        name = "STABLENORM_NUM_THREADS"
+        asked = os.environ.get(name) or str(processors)
+        if not asked.strip().isdecimal() or int(asked) < 1:
+            msg = f"{name} must be a positive integer, got {asked!r}; unset or correct it"
+            raise ValueError(msg)
+        _chosen = int(asked)
+    return _chosen

@@ -60,8 +60,8 @@ def diagnose(
     TypeError
         If a dtype is not one of the four, or `top` is not an int.
     ValueError
-        If `kind` is neither, `axis` is not an axis of `x` or has length zero, `eps` is negative or not finite, or
-        `top` is negative.
+        If `kind` is neither, `axis` is not an axis of `x` or has length zero, `eps` is negative or not
+        finite, or `top` is negative.
 
     Notes
     -----
@@ -75,8 +75,8 @@ def diagnose(
     mean and an rstd rounded to that format.
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
-    a cotangent at right angles to 1 and xhat, which a random one of more than two elements nearly
-    is. Those of RMS norm are at most 1: without a mean nothing cancels. It loses bits where x^2 is held
+    a cotangent at right angles to 1 and xhat, as a random one of more than two elements nearly is.
+    Those of RMS norm are at most 1, as without a mean nothing cancels; it loses bits where x^2 is held
     in too narrow a format: in float16 the square of 256 overflows.
 
     Examples
@@ -101,30 +101,24 @@ def diagnose(
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
     eps, top = check_eps(eps), check_count("top", top, least=0)
-    rows = as_rows(array, axes)
-    per_row = _measure(rows, judged, eps, kind)
-    # An overflow has been told by now.
-    with np.errstate(over="ignore"):
-        worst = tuple(
-            describe_row(row, rows[row].astype(judged, copy=False), per_row, kind)
-            for row in _worst_first(per_row, kind)[:top].tolist()
-        )
+    # The caller's np.errstate says whether an overflow is told.
+    rows = as_rows(array, axes).astype(judged, copy=False)
+    per_row = _measure(rows, eps, kind)
+    order = _worst_first(per_row, kind)[:top].tolist()
+    worst = tuple(describe_row(row, rows[row], per_row, kind) for row in order)
     summary, n = _summarize(per_row, judged, kind), rows.shape[1]
     return Diagnosis(array.shape, judged.name, axes, n, eps, summary, worst, per_row, kind)
 
 
-def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow:
-    """Return the numbers of all rows, as if of `dtype`, block by block on several threads."""
-    step, threads = max(1, BLOCK // rows.shape[1]), get_num_threads()
-    starts, parts = range(0, len(rows), step), [measure_rows(rows[:0].astype(dtype), eps, kind)]
-    with ThreadPoolExecutor(threads) as pool:
-        # Blocks come in groups: few copies exist at once, and an interrupt ends the call soon.
-        for first in range(0, len(starts), 4 * threads):
-            # The caller's thread narrows them: its np.errstate says whether an overflow is told.
-            group = starts[first : first + 4 * threads]
-            blocks = (rows[start : start + step].astype(dtype, copy=False) for start in group)
-            parts += pool.map(lambda block: measure_rows(block, eps, kind), blocks)
-    return PerRow(*(np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)))
+def _measure(rows: Array, eps: float, kind: str) -> PerRow:
+    """Return the numbers of all rows, block by block on several threads."""
+    step = max(1, BLOCK // rows.shape[1])
+    # Without rows, one empty block.
+    blocks = (rows[start : start + step] for start in range(0, max(1, len(rows)), step))
+    with ThreadPoolExecutor(get_num_threads()) as pool:
+        # An interrupt ends the call soon: the blocks that have not begun are cancelled.
+        parts = pool.map(lambda block: measure_rows(block, eps, kind), blocks)
+        return PerRow(*(np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)))
 
 
 def _worst_first(found: PerRow, kind: str) -> Array:

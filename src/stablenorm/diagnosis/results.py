@@ -127,13 +127,9 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """
-        Return everything but `per_row` as plain dicts, lists, str, int, float and None.
+        Return all but `per_row` as plain dicts, lists, str, int and float, with `bits` and `methods`.
 
-        Returns
-        -------
-        dict
-            The attributes by name, with `bits` and `methods`. Numbers that JSON lacks are strings:
-            "nan", "inf" or "-inf".
+        Numbers that JSON lacks are strings: "nan", "inf" or "-inf".
         """
         names = "shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"
         return dict(plain({name: getattr(self, name) for name in names}))

@@ -1,21 +1,18 @@
-"""
-The exact quantities of a norm: their values, rounded, and how far given arrays are from them.
+"""The exact quantities of a norm: their values, rounded, and how far given arrays are from them."""
 
-The contract that arrays are held against is ``|error| <= limit ulp + c * S``.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stablenorm.oracle import rounding
-from stablenorm.oracle.rounding import Array, Interval, Verdict, format_of, require
-from stablenorm.oracle.rows import Inputs, Row
-from stablenorm.oracle.surds import exactly, merge, settle
+from stablenorm.oracle.rounding import Array, Interval, Vector, Verdict, format_of, read, require
+from stablenorm.oracle.rows import Magnitudes, Parts, Quantity, Row
+from stablenorm.oracle.surds import RATIONAL, T, enclose, exactly, merge, settle
 
 # The limit and log2(c) of each quantity, those of float64 last. float64 arithmetic serves the three
 # narrower formats; pairs of float64 (u**2 = 2**-106), less what their tree sums lose, serve float64.
@@ -82,20 +79,24 @@ class ExactNorm:
         x seen as a matrix.
     """
 
-    def __init__(self, x: Array, inputs: Inputs):
-        """Take checked inputs; `x` as it is normalized."""
-        self.x = x
-        self.shape = x.shape
-        self.rows, self.n = inputs.matrices["x"].shape
-        self._inputs = inputs
+    def __init__(
+        self, x: Array, eps: Fraction, kind: str, quantities: dict[str, Quantity],
+        vectors: dict[str, Vector], matrices: dict[str, Array],
+    ):  # fmt: skip
+        self.x, self.shape = x, x.shape
+        self.rows, self.n = matrices["x"].shape
+        self._eps, self._kind, self._quantities = eps, kind, quantities
+        # Arguments by name: those that all rows share, with what is added to a sum under the name of the
+        # sum; and those that differ from row to row, float64 (rows, n) or (rows, 1).
+        self._vectors, self._matrices = vectors, matrices
 
     def mean(self, row: int) -> Fraction:
         """Return the exact mean of one row of the matrix view; 0 for RMS norm."""
-        return Row(self._inputs, row).mean
+        return self._row(row).mean
 
     def var(self, row: int) -> Fraction:
         """Return the exact mean of ``(x - mean)**2`` of one row of the matrix view, without eps."""
-        return Row(self._inputs, row).var
+        return self._row(row).var
 
     def value(self, name: str, index: tuple[int, ...], bits: int = 256) -> Fraction:
         """
@@ -105,17 +106,14 @@ class ExactNorm:
         element is undefined: its row has no variance, and eps is 0.
         """
         block, column = divmod(int(np.ravel_multi_index(index, self._shape_of(name))), self.n)
-        is_defined = not self._inputs.undefined(name, block)[column]
+        is_defined = not self._undefined(name, block)[column]
         require(is_defined, f"{name} must be defined there, got a row of zero variance and eps = 0")
-        number = merge(exactly(self._inputs.parts(name, block), [column])[0])
+        number = merge(exactly(self._parts(name, block), [column])[0])
         if number.keys() <= {1}:
             return number.get(1, Fraction(0))
-
-        def close(one: Interval) -> Interval | None:
-            """Accept an enclosure that is narrow enough."""
-            return one if (one.width << bits) + one.width <= abs(one.low) else None
-
-        low, _, exponent = settle(number, close)
+        low, _, exponent = settle(
+            number, lambda one: one if (one.width << bits) + one.width <= abs(one.low) else None
+        )
         return low * Fraction(2) ** exponent
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
@@ -127,7 +125,7 @@ class ExactNorm:
         and eps is 0, but for elements that a mask leaves out.
         """
         fmt, shape = format_of(dtype, "dtype"), self._shape_of(name)
-        found = self._inputs.decide(name, lambda _, interval: rounding.nearest(interval, fmt))
+        found = self._decide(name, lambda _, interval: rounding.nearest(interval, fmt))
         return np.array(found, np.float64).reshape(shape).astype(dtype)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
@@ -161,10 +159,8 @@ class ExactNorm:
         ----------
         **arrays : array, optional
             What an implementation returned, by the names of the quantities; the dtype of each
-            chooses its limit and c, `LIMITS`. S is the sum of the magnitudes that an element is
-            made of, so that only an element that cancels almost completely may use the second term.
-            What an argument adds to an element, it adds in magnitude to S. RMS norm has S of layer
-            norm without mean|xhat| and mean|g|, which stand for the rounding of means.
+            chooses its limit and c. "The accuracy contract" in the documentation defines S, the
+            sum of the magnitudes that an element is made of.
 
         Returns
         -------
@@ -182,7 +178,7 @@ class ExactNorm:
         results = {}
         for name, array, verdicts in self._judge(arrays):
             # Sums over rows of narrower data are promised no more digits than float64 has.
-            sources = [array, self.x] if self._inputs.quantities[name].summed else [array]
+            sources = [array, self.x] if self._quantities[name].summed else [array]
             limit, second = LIMITS[name][all(each.dtype.name == "float64" for each in sources)]
             if not verdicts:
                 results[name] = ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
@@ -190,7 +186,7 @@ class ExactNorm:
             errors, misrounded = np.array([(ulps, wrong) for ulps, wrong, *_ in verdicts]).T
             excess, above = np.zeros(len(verdicts)), np.flatnonzero(errors > limit)
             # Elements come block by block: S of one block is kept.
-            sizes = lru_cache(1)(partial(self._inputs.sizes, name))
+            sizes = lru_cache(1)(partial(self._sizes, name))
             for i in above.tolist():
                 ulps, _, error, exponent = verdicts[i]
                 size, _, unit = sizes(i // self.n)[i % self.n]
@@ -205,10 +201,9 @@ class ExactNorm:
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
-        quantities = self._inputs.quantities
-        names = ", ".join(quantities)
-        require(name in quantities, f"name must be one of {names}, got {name!r}")
-        return (self.n,) if quantities[name].summed else self.shape
+        names = ", ".join(self._quantities)
+        require(name in self._quantities, f"name must be one of {names}, got {name!r}")
+        return (self.n,) if self._quantities[name].summed else self.shape
 
     def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, list[Verdict]]]:
         """Yield each array given with its name and the verdicts on its elements."""
@@ -218,7 +213,56 @@ class ExactNorm:
                 array = np.asarray(each)
                 values = as_float64(name, array, shape).reshape(-1).tolist()
                 verdict = partial(rounding.judge, format_of(array.dtype, name), values)
-                yield name, array, self._inputs.decide(name, verdict)
+                yield name, array, self._decide(name, verdict)
+
+    # ---- rows, and blocks: the elements of one row, or the sums over all ----
+
+    def _row(self, index: int, kind: type[Row] = Row) -> Row:
+        own = {name: read(matrix[index]) for name, matrix in self._matrices.items()}
+        return kind(self._vectors | own, self._eps, self._kind)
+
+    def _rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
+        """Yield the rows that one block is made of."""
+        indices = range(self.rows) if self._quantities[name].summed else [block]
+        return (self._row(i, kind) for i in indices)
+
+    def _parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
+        """Yield the parts of one block."""
+        make, _, needed = self._quantities[name]
+        require(needed in self._matrices, f"{needed} must be given for {name}, got None")
+        if name in self._vectors:
+            yield self._vectors[name], RATIONAL
+        for row in self._rows(name, block, kind):
+            yield from make(row)
+
+    def _undefined(self, name: str, block: int) -> Array:
+        """Tell which elements of a block have no value: those that count, without variance, eps."""
+        found = np.zeros(self.n, bool)
+        # dbeta, which is a sum of dy, is made without rstd.
+        if self._eps == 0 and name != "dbeta":
+            for row in self._rows(name, block):
+                found |= (row.var == 0) & (row.ones.integers != 0)
+        return found
+
+    def _sizes(self, name: str, block: int) -> list[Interval]:
+        """Return S of the contract: the sum of the magnitudes that each element is made of."""
+        parts = self._parts(name, block, Magnitudes)
+        return enclose(((abs(v), square) for v, square in parts), self.n)
+
+    def _decide(self, name: str, verdict: Callable[[int, Interval | None], T | None]) -> list[T]:
+        """Return the verdict on each element, given its place and an enclosure, if defined."""
+        found: list[Any] = []
+        for block in range(1 if self._quantities[name].summed else self.rows):
+            intervals = enclose(self._parts(name, block), self.n)
+            undefined = self._undefined(name, block).tolist()
+            places = range(len(found), len(found) + self.n)
+            for place, interval, nothing in zip(places, intervals, undefined, strict=True):
+                found.append(verdict(place, None if nothing else interval))
+            if left_open := [place for place in places if found[place] is None]:
+                numbers = exactly(self._parts(name, block), [i % self.n for i in left_open])
+                for place, number in zip(left_open, numbers, strict=True):
+                    found[place] = settle(number, partial(verdict, place))
+        return found
 
 
 def as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:

@@ -5,9 +5,8 @@ A format is recognised by the name of the dtype, so that bfloat16 needs no impor
 an interval leaves open is None; `surds.settle` then encloses the element anew.
 """
 
-import functools
 import math
-import operator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -21,15 +20,12 @@ ERROR_BITS = 60
 
 
 class Format(NamedTuple):
-    """
-    A binary format: its `precision` in bits, and exponents of ulps.
-
-    No ulp is below that of the subnormals, `finest`; `coarsest` is that of the largest finite
-    numbers, with which the grid goes on above.
-    """
+    """A binary format: the bits of its significands, and the exponents of its smallest and largest ulp."""
 
     precision: int
+    # The ulp of the subnormals.
     finest: int
+    # The ulp of the largest finite numbers, with which the grid goes on above.
     coarsest: int
 
     def ulp_exponent(self, top: int) -> int:
@@ -73,50 +69,46 @@ class Interval(NamedTuple):
     exponent: int
 
 
-class Vector(NamedTuple):
-    """The numbers ``integers * unit``; the unit is positive."""
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The numbers ``integers * unit``: an array of Python's integers, and a positive unit."""
 
-    integers: list[int]
+    integers: Array
     unit: Fraction
 
-    def plus(self, other: "Vector") -> "Vector":
+    def __add__(self, other: "Vector") -> "Vector":
         """Return the sums, element by element."""
         (p, q), (r, s) = self.unit.as_integer_ratio(), other.unit.as_integer_ratio()
         # The greatest number that both units are multiples of.
         unit = Fraction(math.gcd(p, r), math.lcm(q, s))
         a, b = self.unit // unit, other.unit // unit
-        pairs = zip(self.integers, other.integers, strict=True)
-        return Vector([a * v + b * w for v, w in pairs], unit)
+        return Vector(a * self.integers + b * other.integers, unit)
 
-    def times(self, other: "Vector") -> "Vector":
-        """Return the products, element by element."""
-        products = list(map(operator.mul, self.integers, other.integers))
-        return Vector(products, self.unit * other.unit)
+    def __mul__(self, other: "Vector | Fraction") -> "Vector":
+        """Return the products, element by element, or with one number."""
+        if isinstance(other, Fraction):
+            return Vector(self.integers * other.numerator, self.unit / other.denominator)
+        return Vector(self.integers * other.integers, self.unit * other.unit)
 
-    def scaled(self, factor: Fraction) -> "Vector":
-        """Return the products with one number."""
-        sign = (factor > 0) - (factor < 0)
-        return Vector([sign * v for v in self.integers], self.unit * (abs(factor) or 1))
+    def __abs__(self) -> "Vector":
+        """Return the magnitudes."""
+        return Vector(abs(self.integers), self.unit)
 
     def total(self) -> Fraction:
         """Return the sum."""
-        return sum(self.integers) * self.unit
-
-    def magnitudes(self) -> "Vector":
-        """Return the magnitudes."""
-        return Vector(list(map(abs, self.integers)), self.unit)
+        return Fraction(self.integers.sum()) * self.unit
 
 
 def read(values: Array) -> Vector:
     """Return float64 `values` as integers and a power of two."""
-    # The denominators are powers of two.
-    ratios = [v.as_integer_ratio() for v in values.tolist()]
-    places = max((q.bit_length() - 1 for _, q in ratios), default=0)
-    integers = [p << places + 1 - q.bit_length() for p, q in ratios]
+    fractions, exponents = np.frexp(values)
+    finest = int(exponents.min(initial=1024))
+    significands = np.ldexp(fractions, 53).astype(np.int64).astype(object)
+    integers = significands << (exponents - finest).astype(object)
     # Without the zeros that all of them end in: short integers are quicker.
-    ends = functools.reduce(operator.or_, integers, 0)
+    ends = np.bitwise_or.reduce(integers, initial=0)
     zeros = max((ends & -ends).bit_length() - 1, 0)
-    return Vector([v >> zeros for v in integers], Fraction(2) ** (zeros - places))
+    return Vector(integers >> zeros, Fraction(2) ** (finest - 53 + zeros))
 
 
 # ---- verdicts ----
@@ -129,16 +121,16 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
     low, width, exponent = interval
     ulp = fmt.ulp_exponent(low.bit_length() + exponent)
     shift = ulp - exponent
-    if shift <= 0:
-        steps, rest, half = low << -shift, 0, 1
-    else:
-        steps = low >> shift
-        rest, half = low - (steps << shift), 1 << shift - 1
+    if shift < 1:
+        # A half of the ulp is a unit.
+        low, width, shift = low << 1 - shift, width << 1 - shift, 1
+    steps, half = low >> shift, 1 << shift - 1
+    rest = low - (steps << shift)
     # Open: a width that reaches a midpoint, or zero with its sign. Crossing a power of two needs no
     # special case: on either grid the nearest is the power of two between them. (Above a negative one
     # the grid is twice as fine.)
     sign_open = low < 0 <= low + width
-    if width and (sign_open or shift <= 0 or 2 * width >= half or rest <= half <= rest + width):
+    if width and (sign_open or 2 * width >= half or rest <= half <= rest + width):
         return None
     steps += rest > half or (rest == half and steps & 1)
     if steps == 0:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import TypeVar
 
-from stablenorm.oracle.rounding import Interval, Vector
+import numpy as np
+
+from stablenorm.oracle.rounding import Array, Interval, Vector
 
 T = TypeVar("T")
 
@@ -43,33 +45,29 @@ def enclose_root(square: Fraction, bits: int) -> Interval:
 
 def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interval]:
     """Enclose the `n` sums of the parts, each square root to so many bits."""
-    lows, widths, finest = [0] * n, [0] * n, 0
-    for (integers, unit), square in parts:
-        low, width, exponent = enclose_root(unit**2 * square, bits)
+    lows, widths, finest = np.zeros(n, object), np.zeros(n, object), 0
+    for vector, square in parts:
+        low, width, exponent = enclose_root(vector.unit**2 * square, bits)
         coarser, shift = max(finest - exponent, 0), max(exponent - finest, 0)
-        low, width = low << shift, width << shift
-        high = low + width
-        pairs = zip(lows, integers, strict=True)
-        lows = [(v << coarser) + (t * low if t >= 0 else t * high) for v, t in pairs]
-        if width or coarser:
-            pairs = zip(widths, integers, strict=True)
-            widths = [(v << coarser) + abs(t) * width for v, t in pairs]
+        low, width, integers = low << shift, width << shift, vector.integers
+        # The lower end of a negative multiple is that of the upper end of the root.
+        lows = (lows << coarser) + integers * low + np.minimum(integers, 0) * width
+        widths = (widths << coarser) + abs(integers) * width
         finest = min(finest, exponent)
     return [Interval(low, width, finest) for low, width in zip(lows, widths, strict=True)]
 
 
 def exactly(parts: Iterable[Part], columns: list[int]) -> list[Surd]:
     """Return some of the sums of the parts, by their columns."""
-    sums: list[Surd] = [{} for _ in columns]
-    for (integers, unit), square in parts:
-        p, q = (unit**2 * square).as_integer_ratio()
-        # sqrt(p / q) = sqrt(p q) / q. What is a power of 4 in p q leaves the root, so that rows that
-        # differ by a power of two share a term.
+    sums: dict[int, Array] = {}
+    for vector, square in parts:
+        p, q = (vector.unit**2 * square).as_integer_ratio()
+        # sqrt(p / q) = sqrt(p q) / q. Powers of 4 in p q leave the root, so that rows that differ by a
+        # power of two share a term.
         fours = (((p * q) & -(p * q)).bit_length() - 1) // 2
         radicand, scale = p * q >> 2 * fours, Fraction(2**fours, q)
-        for found, column in zip(sums, columns, strict=True):
-            found[radicand] = found.get(radicand, 0) + integers[column] * scale
-    return [{radicand: c for radicand, c in found.items() if c} for found in sums]
+        sums[radicand] = sums.get(radicand, 0) + vector.integers[columns] * scale
+    return [{radicand: c[i] for radicand, c in sums.items() if c[i]} for i in range(len(columns))]
 
 
 def merge(number: Surd) -> Surd:
@@ -92,8 +90,13 @@ def settle(number: Surd, verdict: Callable[[Interval], T | None]) -> T:
     # The first try nearly always decides.
     bits = 2 * ROOT_BITS
     while True:
-        terms = number.items()
-        parts = ((Vector([c.numerator], Fraction(1, c.denominator)), Fraction(r)) for r, c in terms)
+        parts = [
+            (
+                Vector(np.array([c.numerator], object), Fraction(1, c.denominator)),
+                Fraction(radicand),
+            )
+            for radicand, c in number.items()
+        ]
         found = verdict(enclose(parts, 1, bits)[0])
         if found is not None:
             return found

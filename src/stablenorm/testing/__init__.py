@@ -121,15 +121,11 @@ def near_midpoints() -> list[NearMidpoint]:
     """
     found = []
     for kept in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
-        x, gamma, beta, dy = (_read(*kept[name]) for name in ("x", "gamma", "beta", "dy"))
-        case = Case(x, gamma, beta, float.fromhex(kept["eps"]), dy)
-        for output, where, expected, distance in kept["elements"]:
-            dtype, *_ = kept.get(output.removeprefix("d"), kept["x"])
-            value = _read(dtype, (), expected)[()]
-            found.append(NearMidpoint(*case, output, tuple(where), value, distance))
+        read = (kept[name] for name in ("x", "gamma", "beta", "dy"))
+        x, gamma, beta, dy = (np.array(numbers, parse(dtype)) for dtype, numbers in read)
+        dtypes = {"y": x.dtype, "dx": x.dtype, "dgamma": gamma.dtype, "dbeta": beta.dtype}
+        case = Case(x, gamma, beta, kept["eps"], dy)
+        for output, where, number, distance in kept["elements"]:
+            expected = dtypes[output].type(number)
+            found.append(NearMidpoint(*case, output, tuple(where), expected, distance))
     return found
-
-
-def _read(dtype: str, shape: Any, numbers: str) -> Array:
-    array = np.array([float.fromhex(number) for number in numbers.split()])
-    return array.astype(parse(dtype)).reshape(shape)

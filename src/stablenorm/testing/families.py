@@ -3,8 +3,7 @@ Hard inputs for a layer norm: the families F01 to F38, one table.
 
 Each is a way in which implementations in use lose their digits: an offset, a row constant but
 for its last bit, an outlier, squares that overflow or underflow, a cotangent that the projection
-annihilates. What judges the results is the reader's choice: nothing that computes a layer norm is
-imported here.
+annihilates. Nothing that computes a layer norm is imported here.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +66,7 @@ def make_case(
     name: str, dtype: Any, n: int, rows: int | None = None, rng: Random | int | None = 0
 ) -> Case:
     """
-    Build one case of the family `name`.
+    Build one `Case` of the family `name`.
 
     Parameters
     ----------
@@ -81,11 +80,6 @@ def make_case(
         Two, or as many as the family needs, if not given.
     rng : Generator or int, default: 0
         Normalized by ``np.random.default_rng``; the same one gives the same case.
-
-    Returns
-    -------
-    Case
-        x and dy (rows, n), gamma and beta (n,), eps.
 
     Raises
     ------
@@ -122,10 +116,9 @@ def make_case(
 
 def _cast(value: Any, form: Format) -> Array:
     """Round to a format, keeping what is meant to be finite finite."""
-    value = np.asarray(value, dtype=np.float64)
+    value = np.asarray(value, np.float64)
     clipped = np.clip(value, -form.largest, form.largest)
-    kept: Array = np.where(np.isinf(value), value, clipped)
-    return kept.astype(form.dtype)
+    return np.asarray(np.where(np.isinf(value), value, clipped), form.dtype)
 
 
 def _put(x: Array, columns: Any, values: Any, rows: Any = slice(None)) -> Array:
@@ -195,8 +188,8 @@ class _Draw:
         return {"x": x, "gamma": 1.0, "beta": np.zeros(self.n), "dy": np.cos(x)}
 
 
-# Name, title, what makes it, smallest n (8 where one marked element needs a row around it), smallest
-# rows. x is drawn first, and dy beside it.
+# The fields of each `Family`. The smallest n is 8 where one marked element needs a row around it. x is
+# drawn first, and dy beside it.
 # fmt: off
 _ALL: tuple[tuple[Any, ...], ...] = (
     ("F01", "mean 0, std 1", lambda c: c.v),
