@@ -188,7 +188,7 @@ class Judged:
 
 def run(operation: Operation, case: Case) -> tuple[Array, Any]:
     """Return y and cache; FaultError if y is not one for this case."""
-    y, cache = operation.forward(case[:3], case.eps)
+    y, cache = operation.forward({"x": case.x, "gamma": case.gamma, "beta": case.beta}, case.eps)
     return as_array("the y of the forward", y, case.x.shape), cache
 
 
@@ -198,7 +198,7 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     gradients = operation.gradients(case.dy.copy(), cache)
     expected, found = functools.cache(functools.partial(Expected, case)), {}
     names, arguments = ("y", "dx", "dgamma", "dbeta"), (case.x, *case[:3])
-    for name, argument, actual in zip(names, arguments, (y, *gradients), strict=True):
+    for name, argument, actual in zip(names, arguments, (y, *gradients.values()), strict=True):
         if argument is not None and actual is not None:
             output = as_array(name, actual, argument.shape)
             # The coarsest dtype of the output, its argument, x and dy.

@@ -97,10 +97,9 @@ class _Row(NamedTuple):
 class Argument:
     """An argument whose gradient is compared along any direction; `span` is its scale, flat."""
 
-    def __init__(self, loss: Loss, position: int, gradients: list[Any]):
-        self.name, self.span = [*loss.spans.items()][position]
-        self.label, self.x = f"the gradient of {self.name}", np.asarray(loss.args[position])
-        self.loss, self._position, self._rng = loss, position, loss.rng
+    def __init__(self, loss: Loss, name: str, gradients: dict[str, Any]):
+        self.name, self.label, self.span = name, f"the gradient of {name}", loss.spans[name]
+        self.loss, self.x, self._rng = loss, np.asarray(loss.args[name]), loss.rng
         self.gradient = self.settled(gradients)
         self._x, self._gradient = flat(self.x), flat(self.gradient)
         values = np.atleast_1d(self.gradient.astype(np.float64))
@@ -108,7 +107,7 @@ class Argument:
         # Sizes: of a gradient that changes y by its own over a scale, of 256 roundings of the larger.
         self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
         self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
-        shapes = [loss.dy.shape, *(a.shape for a in loss.args if a is not None)]
+        shapes = [loss.dy.shape, *(a.shape for a in loss.args.values() if a is not None)]
         # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
         terms = max([length for s in shapes for length in s] + [loss.y.size / values.size, 1])
         half_ulp = np.maximum(u * np.abs(values), tiniest(self.gradient.dtype) / 2)
@@ -119,9 +118,9 @@ class Argument:
         self._noise = functools.cache(self._measure_noise)
         self.found: list[Estimate] = []
 
-    def settled(self, gradients: list[Any]) -> Array:
+    def settled(self, gradients: dict[str, Any]) -> Array:
         """Copy its own of all gradients, rounded to the coarsest dtype of it, of x and of dy."""
-        gradient = as_array(self.label, gradients[self._position], self.x.shape)
+        gradient = as_array(self.label, gradients[self.name], self.x.shape)
         # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
         dtypes = gradient.dtype, self.x.dtype, self.loss.dy.dtype
         rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
@@ -238,10 +237,11 @@ class Argument:
 
     def _output(self, where: Any, values: Array) -> Array:
         """Return y, flat, with the entries `where` of x replaced; NaN if there is none."""
-        loss, args, moved = self.loss, [*self.loss.args], np.array(self.x, order="C")
-        moved.reshape(-1)[where], args[self._position] = values.astype(moved.dtype), moved
+        loss, moved = self.loss, np.array(self.x, order="C")
+        moved.reshape(-1)[where] = values.astype(moved.dtype)
         try:
-            return flat(as_array("y", loss.operation.forward(args)[0], loss.dy.shape))
+            y, _ = loss.operation.forward(loss.args | {self.name: moved})
+            return flat(as_array("y", y, loss.dy.shape))
         except FaultError as fault:
             loss.faults.setdefault(fault.raised, str(fault))
         return np.full(loss.y.size, np.nan)
@@ -311,7 +311,7 @@ class Argument:
         chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
         return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
-    def judge(self) -> tuple[ArgumentResult, list[Finding]]:
+    def judge(self) -> tuple[ArgumentResult, Finding | None]:
         """Turn the comparisons into a result, and say where there is no derivative."""
         shape, found = self.x.shape, self.found
         elements = [each for each in found if each.place is not None]
@@ -358,7 +358,7 @@ class Argument:
         seen += f" and {len(bent) - 3} more" * (len(bent) > 3)
         name = f"{self.name}: the forward is differentiable"
         said = f"not differentiable at {seen}: not judged there"
-        return result, [Finding("smoothness", name, "NOTE", said)] * bool(bent)
+        return result, Finding("smoothness", name, "NOTE", said) if bent else None
 
 
 def _norm(a: Array) -> float:

@@ -122,12 +122,12 @@ class CallRules:
             copied = copy.deepcopy(cache)
         ours, theirs = (set(map(id, leaves(each))) for each in (cache, copied))
         is_copy = bool(theirs) and theirs.isdisjoint(ours)
-        moved, right = [*loss.args], {n: each.gradient for n, each in self._arguments.items()}
-        for i, (a, span) in enumerate(zip(moved, loss.spans.values(), strict=True)):
+        moved, right = {**loss.args}, {n: each.gradient for n, each in self._arguments.items()}
+        for name, a in loss.args.items():
             if a is not None:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
-                by = span * loss.rng.uniform(-0.25, 0.25, span.shape)
-                moved[i] = (a + by.reshape(a.shape)).astype(a.dtype)
+                by = loss.spans[name] * loss.rng.uniform(-0.25, 0.25, a.size)
+                moved[name] = (a + by.reshape(a.shape)).astype(a.dtype)
 
         def is_off(cache: Any) -> bool:
             with suppress(FaultError):
