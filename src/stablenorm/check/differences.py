@@ -167,6 +167,7 @@ class Argument:
             rounding, unit = float(self.bounds[where]), float(scale) * factor
         scale, (samples, level) = scale * factor, self._noise(factor)
         rows, tableau, stale = list[_Row](), list[Array](), 0
+        noise = apart = usual = math.inf
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
@@ -192,16 +193,13 @@ class Argument:
             # Nothing finer can be judged, or two further steps have not improved the bound.
             if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
                 break
-        status: Status = "no limit"
-        if len(rows) > 1 and np.isfinite(best[0]):
-            status = _status(best, rows, noise, usual, level)
+        status = _status(best, rows, noise, usual, level)
         # Secants change more though steps are shorter: as 1 - d / step, past a kink at d.
         changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
         noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
         wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
         bound, actual, numeric = (each / unit for each in best)
-        bound_actual = (apart if rows else math.inf) / unit + rounding
-        return Estimate(actual, numeric, bound, bound_actual, status, wavers)
+        return Estimate(actual, numeric, bound, apart / unit + rounding, status, wavers)
 
     def _secant(
         self, where: Any, scale: Array, gradient: Array, step: float
@@ -376,6 +374,8 @@ def _sum_rounding(terms: Array) -> float:
 def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     bound, actual, numeric = best
+    if len(rows) < 2 or not np.isfinite(bound):
+        return "no limit"
     last = rows[-1]
     # Right and left slope keep their distance. Steps shrink to 0.4 .. 0.63 times the one before, and
     # with them the bend of a smooth function; a kink of 0.4 % would be taken for a wrong gradient.

@@ -8,8 +8,8 @@ import numpy as np
 
 from stablenorm.check.differences import Argument
 from stablenorm.check.operation import Backward, FaultError, Loss, Operation, as_array
-from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
+from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -157,13 +157,12 @@ def _check(
         form = str(fault)
     refused = {n: _refused(n, a, gradients[n], form) for n, a in loss.args.items()}
     sound = [Argument(loss, name, gradients) for name, result in refused.items() if not result]
-    rules = CallRules(loss, sound)
-    findings = rules.check(backward=not form)
+    findings = check_rules(loss, sound, backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         why = "the forward is not deterministic"
         return [ArgumentResult(name, "NOT CHECKED", message=why) for name in loss.args], findings
 
-    rules.widen_bounds()
+    widen_bounds(loss, sound)
     work = [(each, place) for each in sound for place in each.places(max_elements, probes)]
     for done, (argument, place) in enumerate(work, 1):
         argument.compare(place)

@@ -145,15 +145,15 @@ class Loss:
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
         self.y_as_returned, self.cache = operation.forward(args)
-        self.y = flat(self.y_as_returned)
-        self.u = self.draw()
-        self.dy = self.u.reshape(self.y_as_returned.shape).astype(self.y_as_returned.dtype)
+        self.y, self.dy = flat(self.y_as_returned), self.draw()
+        self.u = flat(self.dy)
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
     def draw(self) -> Array:
-        """Draw a cotangent, flat: signed, no zeros, and the same in all four dtypes."""
+        """Draw a cotangent like y: signed, no zeros, and the same in all four dtypes."""
         # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
         # holds a number and three times its size exactly.
-        u = np.round(self.rng.standard_normal(self.y.size) * 16).clip(-63, 63) / 16
-        return np.where(u == 0, 0.0625, u)
+        y = self.y_as_returned
+        u = np.round(self.rng.standard_normal(y.shape) * 16).clip(-63, 63) / 16
+        return np.where(u == 0, 0.0625, u).astype(y.dtype)
