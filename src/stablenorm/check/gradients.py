@@ -15,7 +15,6 @@ from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
-NOT_RETURNED = "backward returned None for it"
 
 
 def check_gradients(
@@ -181,7 +180,7 @@ def _check(
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Say what makes a comparison pointless, `fault` first; None if nothing does."""
     if array is None or (gradient is None and not fault):
-        why = "the argument is None" if array is None else NOT_RETURNED
+        why = "the argument is None" if array is None else "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
         gradient = array if fault else as_array("the gradient", gradient, array.shape)
