@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.differences import name_pattern
-from stablenorm.check.operation import FaultError, Operation, as_array, flat, tiniest, unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, as_array, rms, tiniest, unit_roundoff
 from stablenorm.check.results import Verdict
 from stablenorm.formats import format_of
 from stablenorm.text import shape_text
@@ -79,10 +79,7 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     # Rounding the mean has left this: under an offset, more than all the rest.
     rest = mean_of(centered, kind)
     centered = centered - rest
-    # A second power of two, since under an offset the spread can still have squares that vanish.
-    largest = np.max(np.abs(centered), axis=-1, keepdims=True)
-    divisor = np.where(largest > 0, largest, 1)
-    std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
+    std = rms(centered, -1)
     s = np.hypot(np.ldexp(std, exponent), root)
     xhat = centered / np.hypot(std, np.ldexp(root, -exponent))
     return xhat, s, np.ldexp(mean + rest, exponent)
@@ -101,7 +98,7 @@ class Expected:
         self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
-        gamma, self.beta = (np.zeros(case.n) if a is None else flat(a) for a in case[1:3])
+        gamma, self.beta = (np.zeros(case.n) if a is None else case.rows(a)[0] for a in case[1:3])
         self.gamma = gamma + self.offset + (case.gamma is None)
         self.g = self.gamma * self.dy
         each = unit(case.n, u)

@@ -133,10 +133,12 @@ def flat(a: Array) -> Array:
 
 
 def rms(values: Array, axis: int | None = None) -> Array:
-    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
-    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
-    squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
-    return np.asarray(largest * np.sqrt(squares))
+    """Return the root mean square along an axis, kept; None is all axes."""
+    of: Any = {"axis": axis, "keepdims": axis is not None}
+    # Divided by the largest, lest squares overflow or vanish.
+    largest = np.max(np.abs(values), initial=0.0, **of)
+    largest = np.where(largest > 0, largest, 1.0)
+    return np.asarray(largest * np.sqrt(np.mean(np.square(values / largest), **of)))
 
 
 class Loss:
