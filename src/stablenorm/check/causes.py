@@ -24,7 +24,7 @@ Cause = tuple[str, dict[str, Any]]
 
 def _causes(name: str, of: Expected) -> Iterator[Cause]:
     """Yield the mistakes that an output may show: in rstd, the mean of x, gamma and the terms of dx."""
-    var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.case.kind == "layer"
+    var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.is_layer
     if is_layer:
         for biased in (var * of.per_less + eps, (var + eps) * of.per_less):
             yield "the variance is divided by n - 1", {"rstd": biased**-0.5}
@@ -117,7 +117,7 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
     g, minus_mean = of.g, np.broadcast_to(-row_mean(of.g), of.g.shape)
     terms = {"g": g, "the mean of g": minus_mean, "the xhat term": -of.xhat * row_mean(g * of.xhat)}
-    if of.case.kind == "rms":
+    if not of.is_layer:
         del terms["the mean of g"]
     matrix = np.stack([*terms.values()], axis=-1)
     if not np.isfinite(matrix).all():
@@ -153,7 +153,7 @@ def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
             yield said, gamma * xhat + of.beta, grown
         elif name == "dx":
             before, after = made.get("gamma", (1, 0))
-            times = made.get("second", float(of.case.kind == "layer")), made.get("third", 1.0)
+            times = made.get("second", float(of.is_layer)), made.get("third", 1.0)
             g = of.dy * gamma**before
             bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
             # Divided by s at the end, so that nothing overflows on the way.
@@ -176,7 +176,7 @@ def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
     yield "dgamma and dbeta are swapped", value, bound
     if name == "dgamma":
         yield "{} lacks rstd", np.sum(of.dy * of.centered, axis=0), slack * np.max(of.s)
-        if of.case.kind == "layer":
+        if of.is_layer:
             x = of.case.rows(of.case.x)
             size = np.max(np.max(np.abs(x)) + of.s)
             yield "{} is made of x, not of xhat", np.sum(of.dy * x, axis=0), slack * size

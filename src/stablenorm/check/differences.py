@@ -92,6 +92,8 @@ class _Row(NamedTuple):
     size: float
     slope: float
     bend: float
+    # The outputs at x+ and x-.
+    ends: Array
 
 
 class Argument:
@@ -172,14 +174,13 @@ class Argument:
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            made = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
-            if made is None:
+            row = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
+            if row is None:
                 continue
-            row, ends = made
-            moved = ends[0] != ends[1]
+            moved = row.ends[0] != row.ends[1]
             if not rows:
                 # The first step goes farthest: later ones seldom move an output that it did not.
-                reach = np.where(moved, np.max(np.abs([self.loss.y, *ends]), axis=0), 0.0)
+                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
                 noise, apart, usual = self._bound_noise(samples, level, reach)
             # Outputs that moved now stand still: a step below the resolution of the forward.
             elif reach.any() and not moved.any():
@@ -201,10 +202,8 @@ class Argument:
         bound, actual, numeric = (each / unit for each in best)
         return Estimate(actual, numeric, bound, apart / unit + rounding, status, wavers)
 
-    def _secant(
-        self, where: Any, scale: Array, gradient: Array, step: float
-    ) -> tuple[_Row, Array] | None:
-        """Form x+ and x-, compare, and return the y of both; None where the dtype cannot make this step."""
+    def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
+        """Form x+ and x-, and compare; None where the dtype cannot make this step."""
         loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
@@ -231,7 +230,7 @@ class Argument:
         error = _sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
         slope = _norm(terms) / (2 * step)
-        return _Row(step, numeric, actual, error, size, slope, _norm(bends)), ends
+        return _Row(step, numeric, actual, error, size, slope, _norm(bends), ends)
 
     def _output(self, where: Any, values: Array) -> Array:
         """Return y, flat, with the entries `where` of x replaced; NaN if there is none."""

@@ -102,8 +102,8 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
         msg = f"the backward must take (dy, cache), got {spelled(backward)}"
         raise ValueError(msg)
     order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
-    call_backward = by_role(backward, dict(zip(required, order, strict=True)))
-    call_forward = by_role(forward, {name: role for role, name in names.items()})
+    call_forward = by_role(forward, names)
+    call_backward = by_role(backward, dict(zip(order, required, strict=True)))
     takes = tuple(role for role in PARAMETERS if role in names)
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
@@ -120,12 +120,12 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
     return call, pull, takes
 
 
-def by_role(function: Function, roles: dict[str, str]) -> Function:
-    """Return the function of its arguments by role."""
+def by_role(function: Function, names: dict[str, str]) -> Function:
+    """Return the function of its arguments by role; `names` has a parameter for each."""
     signature = inspect.signature(function)
 
     def call(**given: Any) -> Any:
-        bound = inspect.BoundArguments(signature, {n: given[r] for n, r in roles.items()})
+        bound = inspect.BoundArguments(signature, {n: given[r] for r, n in names.items()})
         return function(*bound.args, **bound.kwargs)
 
     return call
