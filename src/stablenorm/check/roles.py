@@ -10,8 +10,6 @@ import numpy as np
 Function = Callable[..., Any]
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
-    "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
-    "backward": ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad"),
     "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
     "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
     "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "scaler", "lnweight", "lnw"),
@@ -36,7 +34,8 @@ def key_of(name: object) -> str:
 
 def usual_names(way: str, kind: str | None) -> list[str]:
     """Return what a forward or backward of a norm is called; of any kind, the kinds that say so first."""
-    layer = [*NAMES[way], f"ln{way[0]}wd"]
+    short, last = f"{way[0]}wd", {"forward": "layernorm", "backward": "layernormgrad"}[way]
+    layer = [f"layernorm{way}", f"ln{way}", f"layernorm{short}", way, last, f"ln{short}"]
     rms = [name.replace("layer", "rms").replace("ln", "rms") for name in layer]
     return {"layer": layer, "rms": rms, None: [*layer[:3], *rms[:3], *layer, *rms]}[kind]
 
