@@ -1,6 +1,7 @@
 """Call the functions under test safely, and measure what they return."""
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -98,9 +99,11 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     try:
         array = np.asarray(value)
         check_dtype(name, array)
-    except (TypeError, ValueError) as error:
-        ragged = f"{name} must be an array, got {type(value).__name__}"
-        raise FaultError(ragged if isinstance(error, ValueError) else str(error)) from None
+    except Exception as error:  # noqa: BLE001 - whatever an array of another package raises
+        said = " ".join(str(error).split())
+        if not said.startswith(name):
+            said = f"{name} must be an array, got {type(value).__name__}: {said}"
+        raise FaultError(said) from None
     if shape is not None and array.shape != shape:
         msg = f"{name} must have shape {shape_text(shape)}, got {shape_text(array.shape)}"
         raise FaultError(msg)
@@ -111,7 +114,7 @@ def leaves(thing: Any, depth: int = 4) -> Iterator[Array]:
     """Yield the arrays in a cache, as deep as that of a layer in a block in a model has them."""
     if isinstance(thing, np.ndarray):
         yield thing
-    elif depth and not isinstance(thing, type):
+    elif depth and not isinstance(thing, (type, ModuleType)):
         held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
         for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
             yield from leaves(part, depth - 1)

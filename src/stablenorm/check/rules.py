@@ -1,9 +1,4 @@
-"""
-The rules of a call: what every forward and backward must do, whatever it computes.
-
-Inputs are left alone, the same call gives the same bits, and the backward is linear in dy. Each is
-one `Finding`, whose message is one line, also where the functions raise.
-"""
+"""The rules of a call: what every forward and backward must do, whatever it computes."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
