@@ -112,8 +112,7 @@ def check_gradients(
         findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
         why = "there is nothing to compare with"
         results = [ArgumentResult(label, "NOT CHECKED", message=why) for label in arrays]
-    present = ((label, a) for label, a in arrays.items() if a is not None)
-    about = [f"{label} {shape_text(a.shape)} {a.dtype}" for label, a in present]
+    about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
     return GradientReport(
         tuple(results),
         operation.forward_calls,
