@@ -91,7 +91,7 @@ class Expected:
     def __init__(self, case: Case, u: float):
         self.case, self.u, self.eps, self.n = case, u, case.eps, case.n
         self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
-        # As a factor, of what an RMS norm does not have: 0.
+        # A factor: an RMS norm subtracts no means.
         self.is_layer = case.kind == "layer"
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
