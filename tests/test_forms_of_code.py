@@ -176,6 +176,9 @@ GENERAL = {
     "promoted": (
         (lambda x: (np.float64(1) * softmax(x)[0], softmax(x)[0]),
          lambda dy, p: (softmax_backward(dy.astype(p.dtype), p)[0] * np.float64(1),)), "PASS", ""),
+    "a module in the cache": (
+        (lambda x: (softmax(x)[0], (softmax(x)[0], np)), lambda dy, c: softmax_backward(dy, c[0])),
+        "PASS", ""),
     "no cache": (
         (lambda x: (STATE.update(p=softmax(x)[0]) or STATE["p"], None),
          lambda dy, _: softmax_backward(dy, STATE["p"])), "PASS", ""),

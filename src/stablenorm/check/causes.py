@@ -18,13 +18,11 @@ from stablenorm.types import Array
 
 # Words for a mistake, with {} in place of the output's name; the output that it would make; its bound.
 Guess = tuple[str, Array, Array]
-# Words for a mistake, " in {}" left out, and what it puts in place of the right ingredients.
-Cause = tuple[str, dict[str, Any]]
 
 
-def _causes(name: str, of: Expected) -> Iterator[Cause]:
-    """Yield the mistakes that an output may show: in rstd, the mean of x, gamma and the terms of dx."""
-    var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.case.kind == "layer"
+def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield words for each mistake, " in {}" left out, and what it puts in place of the right parts."""
+    var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.is_layer
     if is_layer:
         for biased in (var * of.per_less + eps, (var + eps) * of.per_less):
             yield "the variance is divided by n - 1", {"rstd": biased**-0.5}
@@ -47,7 +45,7 @@ def _causes(name: str, of: Expected) -> Iterator[Cause]:
         if is_layer:
             yield f"the mean is kept in {narrow}", {"mean": of.mean.astype(narrow)}
     if of.offset:
-        yield "gamma_offset is not added to gamma", {"scale": of.gamma - of.offset}
+        yield "gamma_offset is not added to gamma", {"before": of.gamma - of.offset}
     if name != "dx":
         return
     shape, terms = of.case.x.shape, [("third", "the xhat term", of.g * of.xhat)]
@@ -71,10 +69,10 @@ def _causes(name: str, of: Expected) -> Iterator[Cause]:
     yield "rstd is missing from {}", {"factor": 1 / of.rstd}
     yield "rstd is applied twice", {"factor": of.rstd}
     yield "{} has the wrong sign", {"factor": -1.0}
-    # The powers of gamma before and after the projection.
-    yield "gamma is applied twice", {"gamma": (2, 0)}
-    yield "gamma is not applied", {"gamma": (0, 0)}
-    yield "gamma is applied after the projection", {"gamma": (0, 1)}
+    # Gamma goes in before the projection, not after it.
+    yield "gamma is applied twice", {"before": of.gamma**2}
+    yield "gamma is not applied", {"before": 1.0}
+    yield "gamma is applied after the projection", {"before": 1.0, "after": of.gamma}
 
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
@@ -84,7 +82,7 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
         # Rows of one element have dx = 0, whatever the formula.
         if each.expected.case.n < 2 or not np.isfinite(each.actual).all():
             continue
-        if words := _explained(each.expected, each):
+        if words := _explained(each):
             # Words that fit several outputs are said once: "... in dx and dgamma".
             shown = "the forward" if each.name == "y" else each.name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
@@ -92,9 +90,10 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     return tuple(words.replace("{}", " and ".join(names)) for words, names in found.items())
 
 
-def _explained(of: Expected, judged: Judged) -> str:
+def _explained(judged: Judged) -> str:
     """Name what is wrong with one output, (rows, n) or (n,) in float64; empty if not sure."""
-    name, actual, value, bound = judged.name, judged.actual, judged.value, judged.plain
+    name, of, actual = judged.name, judged.expected, judged.actual
+    value, bound = judged.value, judged.plain
     if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
     guesses = (_of_sum if name in ("dgamma", "dbeta") else _changed)(name, of, bound)
@@ -117,7 +116,7 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
     g, minus_mean = of.g, np.broadcast_to(-row_mean(of.g), of.g.shape)
     terms = {"g": g, "the mean of g": minus_mean, "the xhat term": -of.xhat * row_mean(g * of.xhat)}
-    if of.case.kind == "rms":
+    if not of.is_layer:
         del terms["the mean of g"]
     matrix = np.stack([*terms.values()], axis=-1)
     if not np.isfinite(matrix).all():
@@ -143,25 +142,25 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
 
 def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
     """Yield what each cause would make of one output."""
-    for words, made in _causes(name, of):
+    right = {"rstd": of.rstd, "mean": of.mean, "before": of.gamma, "after": 1.0, "factor": 1.0}
+    right |= {"second": float(of.is_layer), "third": 1.0}
+    for words, wrong in _causes(name, of):
         said = words + " in {}" * ("{}" not in words)
-        rstd, gamma = made.get("rstd", of.rstd), made.get("scale", of.gamma)
+        rstd, mean, before, after, factor, second, third = (right | wrong).values()
         # The difference of the means: rounding a mean once more would hide the change.
-        xhat = (of.centered + (of.mean - made.get("mean", of.mean))) * rstd
+        xhat = (of.centered + (of.mean - mean)) * rstd
         grown = slack * np.max(np.abs(rstd / of.rstd), initial=1.0)
         if name == "y":
-            yield said, gamma * xhat + of.beta, grown
+            yield said, before * xhat + of.beta, grown
         elif name == "dx":
-            before, after = made.get("gamma", (1, 0))
-            times = made.get("second", float(of.case.kind == "layer")), made.get("third", 1.0)
-            g = of.dy * gamma**before
-            bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+            g, most = of.dy * before, np.maximum(np.abs(second), np.abs(third))
+            bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, most)
             # Divided by s at the end, so that nothing overflows on the way.
-            scale = rstd / of.rstd * made.get("factor", 1.0) * of.gamma**after / of.s
-            terms = g - times[0] * row_mean(g) - times[1] * (xhat * row_mean(g * xhat))
+            scale = rstd / of.rstd * factor * after / of.s
+            terms = g - second * row_mean(g) - third * (xhat * row_mean(g * xhat))
             yield said, scale * terms, np.abs(scale) * bound
         # Gamma is in no dgamma.
-        elif "scale" not in made:
+        elif "before" not in wrong:
             yield said, np.sum(of.dy * xhat, axis=0), grown
 
 
@@ -176,7 +175,7 @@ def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
     yield "dgamma and dbeta are swapped", value, bound
     if name == "dgamma":
         yield "{} lacks rstd", np.sum(of.dy * of.centered, axis=0), slack * np.max(of.s)
-        if of.case.kind == "layer":
+        if of.is_layer:
             x = of.case.rows(of.case.x)
             size = np.max(np.max(np.abs(x)) + of.s)
             yield "{} is made of x, not of xhat", np.sum(of.dy * x, axis=0), slack * size

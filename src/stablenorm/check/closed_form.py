@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.differences import name_pattern
-from stablenorm.check.operation import FaultError, Operation, as_array, flat, tiniest, unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, as_array, rms, tiniest, unit_roundoff
 from stablenorm.check.results import Verdict
 from stablenorm.formats import format_of
 from stablenorm.text import shape_text
@@ -74,23 +74,15 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     # Units of 2^exponent, in which nothing overflows, and what underflows is nothing beside the root.
     exponent = np.frexp(np.maximum(largest, root))[1]
     scaled = np.ldexp(x, -exponent)
-    mean = mean_of(scaled, kind)
+    mean = row_mean(scaled) * (kind == "layer")
     centered = scaled - mean
     # Rounding the mean has left this: under an offset, more than all the rest.
-    rest = mean_of(centered, kind)
+    rest = row_mean(centered) * (kind == "layer")
     centered = centered - rest
-    # A second power of two, since under an offset the spread can still have squares that vanish.
-    largest = np.max(np.abs(centered), axis=-1, keepdims=True)
-    divisor = np.where(largest > 0, largest, 1)
-    std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
+    std = rms(centered, -1)
     s = np.hypot(np.ldexp(std, exponent), root)
     xhat = centered / np.hypot(std, np.ldexp(root, -exponent))
     return xhat, s, np.ldexp(mean + rest, exponent)
-
-
-def mean_of(a: Array, kind: str) -> Array:
-    """Return what the norm subtracts as a mean: 0 for "rms"."""
-    return row_mean(a) if kind == "layer" else np.zeros_like(a[..., :1])
 
 
 class Expected:
@@ -99,16 +91,18 @@ class Expected:
     def __init__(self, case: Case, u: float):
         self.case, self.u, self.eps, self.n = case, u, case.eps, case.n
         self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
+        # A factor: an RMS norm subtracts no means.
+        self.is_layer = case.kind == "layer"
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
-        gamma, self.beta = (np.zeros(case.n) if a is None else flat(a) for a in case[1:3])
+        gamma, self.beta = (np.zeros(case.n) if a is None else case.rows(a)[0] for a in case[1:3])
         self.gamma = gamma + self.offset + (case.gamma is None)
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
         self.var, offset = row_mean(np.square(self.centered)), row_mean(np.abs(x / self.s))
         # Without a mean, there is no error of one.
-        shift = each * offset * (case.kind == "layer")
+        shift = each * offset * self.is_layer
         stretch = np.stack([each + shift**2, each * (1 + offset**2) + shift**2])
         # Half of it gone: first order says nothing any more.
         lost = (shift > 0.5) | (stretch > 0.5)
@@ -122,7 +116,7 @@ class Expected:
         bounds: Any
         if name == "dx":
             g = self.g
-            value = (g - mean_of(g, self.case.kind) - xhat * row_mean(g * xhat)) / self.s
+            value = (g - self.is_layer * row_mean(g) - xhat * row_mean(g * xhat)) / self.s
             *bounds, magnitude = (each / self.s for each in self.dx_bounds(g, xhat))
         elif name == "y":
             value, magnitude = gamma * xhat + self.beta, np.abs(gamma * xhat) + np.abs(self.beta)
@@ -138,7 +132,7 @@ class Expected:
 
     def dx_bounds(self, g: Array, xhat: Array) -> tuple[Array, ...]:
         """Return how far off dx / rstd, made of g and xhat, may be: plain, careless; its magnitudes."""
-        size, slope = mean_of(np.abs(g), self.case.kind), row_mean(np.abs(g * xhat))
+        size, slope = self.is_layer * row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
         magnitude = np.abs(g) + size + np.abs(xhat) * slope
         bounds = (3 * self._stretch + unit(self.n, self.u)) * magnitude
         # The mean of x off by a shift: once in xhat, once in mean(g xhat), and both.
@@ -188,7 +182,7 @@ class Judged:
 
 def run(operation: Operation, case: Case) -> tuple[Array, Any]:
     """Return y and cache; FaultError if y is not one for this case."""
-    y, cache = operation.forward(case[:3], case.eps)
+    y, cache = operation.forward({"x": case.x, "gamma": case.gamma, "beta": case.beta}, case.eps)
     return as_array("the y of the forward", y, case.x.shape), cache
 
 
@@ -198,7 +192,7 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     gradients = operation.gradients(case.dy.copy(), cache)
     expected, found = functools.cache(functools.partial(Expected, case)), {}
     names, arguments = ("y", "dx", "dgamma", "dbeta"), (case.x, *case[:3])
-    for name, argument, actual in zip(names, arguments, (y, *gradients), strict=True):
+    for name, argument, actual in zip(names, arguments, (y, *gradients.values()), strict=True):
         if argument is not None and actual is not None:
             output = as_array(name, actual, argument.shape)
             # The coarsest dtype of the output, its argument, x and dy.

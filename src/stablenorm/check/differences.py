@@ -92,15 +92,16 @@ class _Row(NamedTuple):
     size: float
     slope: float
     bend: float
+    # The outputs at x+ and x-.
+    ends: Array
 
 
 class Argument:
     """An argument whose gradient is compared along any direction; `span` is its scale, flat."""
 
-    def __init__(self, loss: Loss, position: int, gradients: list[Any]):
-        self.name, self.span = [*loss.spans.items()][position]
-        self.label, self.x = f"the gradient of {self.name}", np.asarray(loss.args[position])
-        self.loss, self._position, self._rng = loss, position, loss.rng
+    def __init__(self, loss: Loss, name: str, gradients: dict[str, Any]):
+        self.name, self.label, self.span = name, f"the gradient of {name}", loss.spans[name]
+        self.loss, self.x, self._rng = loss, np.asarray(loss.args[name]), loss.rng
         self.gradient = self.settled(gradients)
         self._x, self._gradient = flat(self.x), flat(self.gradient)
         values = np.atleast_1d(self.gradient.astype(np.float64))
@@ -108,7 +109,7 @@ class Argument:
         # Sizes: of a gradient that changes y by its own over a scale, of 256 roundings of the larger.
         self.natural_size = float(rms(loss.u * loss.y)) / float(np.median(self.span))
         self.explained = 2.0**8 * u * max(float(rms(self._gradient)), self.natural_size)
-        shapes = [loss.dy.shape, *(a.shape for a in loss.args if a is not None)]
+        shapes = [loss.dy.shape, *(a.shape for a in loss.args.values() if a is not None)]
         # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
         terms = max([length for s in shapes for length in s] + [loss.y.size / values.size, 1])
         half_ulp = np.maximum(u * np.abs(values), tiniest(self.gradient.dtype) / 2)
@@ -119,9 +120,9 @@ class Argument:
         self._noise = functools.cache(self._measure_noise)
         self.found: list[Estimate] = []
 
-    def settled(self, gradients: list[Any]) -> Array:
+    def settled(self, gradients: dict[str, Any]) -> Array:
         """Copy its own of all gradients, rounded to the coarsest dtype of it, of x and of dy."""
-        gradient = as_array(self.label, gradients[self._position], self.x.shape)
+        gradient = as_array(self.label, gradients[self.name], self.x.shape)
         # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
         dtypes = gradient.dtype, self.x.dtype, self.loss.dy.dtype
         rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
@@ -168,18 +169,18 @@ class Argument:
             rounding, unit = float(self.bounds[where]), float(scale) * factor
         scale, (samples, level) = scale * factor, self._noise(factor)
         rows, tableau, stale = list[_Row](), list[Array](), 0
+        noise = apart = usual = math.inf
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            made = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
-            if made is None:
+            row = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
+            if row is None:
                 continue
-            row, ends = made
-            moved = ends[0] != ends[1]
+            moved = row.ends[0] != row.ends[1]
             if not rows:
                 # The first step goes farthest: later ones seldom move an output that it did not.
-                reach = np.where(moved, np.max(np.abs([self.loss.y, *ends]), axis=0), 0.0)
+                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
                 noise, apart, usual = self._bound_noise(samples, level, reach)
             # Outputs that moved now stand still: a step below the resolution of the forward.
             elif reach.any() and not moved.any():
@@ -193,21 +194,16 @@ class Argument:
             # Nothing finer can be judged, or two further steps have not improved the bound.
             if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
                 break
-        status: Status = "no limit"
-        if len(rows) > 1 and np.isfinite(best[0]):
-            status = _status(best, rows, noise, usual, level)
+        status = _status(best, rows, noise, usual, level)
         # Secants change more though steps are shorter: as 1 - d / step, past a kink at d.
         changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
         noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
         wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
         bound, actual, numeric = (each / unit for each in best)
-        bound_actual = (apart if rows else math.inf) / unit + rounding
-        return Estimate(actual, numeric, bound, bound_actual, status, wavers)
+        return Estimate(actual, numeric, bound, apart / unit + rounding, status, wavers)
 
-    def _secant(
-        self, where: Any, scale: Array, gradient: Array, step: float
-    ) -> tuple[_Row, Array] | None:
-        """Form x+ and x-, compare, and return the y of both; None where the dtype cannot make this step."""
+    def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
+        """Form x+ and x-, and compare; None where the dtype cannot make this step."""
         loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
@@ -234,14 +230,15 @@ class Argument:
         error = _sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
         slope = _norm(terms) / (2 * step)
-        return _Row(step, numeric, actual, error, size, slope, _norm(bends)), ends
+        return _Row(step, numeric, actual, error, size, slope, _norm(bends), ends)
 
     def _output(self, where: Any, values: Array) -> Array:
         """Return y, flat, with the entries `where` of x replaced; NaN if there is none."""
-        loss, args, moved = self.loss, [*self.loss.args], np.array(self.x, order="C")
-        moved.reshape(-1)[where], args[self._position] = values.astype(moved.dtype), moved
+        loss, moved = self.loss, np.array(self.x, order="C")
+        moved.reshape(-1)[where] = values.astype(moved.dtype)
         try:
-            return flat(as_array("y", loss.operation.forward(args)[0], loss.dy.shape))
+            y, _ = loss.operation.forward(loss.args | {self.name: moved})
+            return flat(as_array("y", y, loss.dy.shape))
         except FaultError as fault:
             loss.faults.setdefault(fault.raised, str(fault))
         return np.full(loss.y.size, np.nan)
@@ -311,7 +308,7 @@ class Argument:
         chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
         return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
-    def judge(self) -> tuple[ArgumentResult, list[Finding]]:
+    def judge(self) -> tuple[ArgumentResult, Finding | None]:
         """Turn the comparisons into a result, and say where there is no derivative."""
         shape, found = self.x.shape, self.found
         elements = [each for each in found if each.place is not None]
@@ -358,7 +355,7 @@ class Argument:
         seen += f" and {len(bent) - 3} more" * (len(bent) > 3)
         name = f"{self.name}: the forward is differentiable"
         said = f"not differentiable at {seen}: not judged there"
-        return result, [Finding("smoothness", name, "NOTE", said)] * bool(bent)
+        return result, Finding("smoothness", name, "NOTE", said) if bent else None
 
 
 def _norm(a: Array) -> float:
@@ -376,6 +373,8 @@ def _sum_rounding(terms: Array) -> float:
 def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     bound, actual, numeric = best
+    if len(rows) < 2 or not np.isfinite(bound):
+        return "no limit"
     last = rows[-1]
     # Right and left slope keep their distance. Steps shrink to 0.4 .. 0.63 times the one before, and
     # with them the bend of a smooth function; a kink of 0.4 % would be taken for a wrong gradient.

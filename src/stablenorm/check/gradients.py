@@ -8,14 +8,13 @@ import numpy as np
 
 from stablenorm.check.differences import Argument
 from stablenorm.check.operation import Backward, FaultError, Loss, Operation, as_array
-from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
+from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
-NOT_RETURNED = "backward returned None for it"
 
 
 def check_gradients(
@@ -104,17 +103,16 @@ def check_gradients(
     """
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
     arrays, spans = _check_args(args, names, scales)
-    operation = Operation(forward, backward, [*arrays])
+    operation = Operation(forward, backward)
     try:
-        loss = Loss(operation, [*arrays.values()], spans, rng)
+        loss = Loss(operation, arrays, spans, rng)
         results, findings = _check(loss, probes, max_elements, progress)
     except FaultError as fault:
         verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
         findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
         why = "there is nothing to compare with"
         results = [ArgumentResult(label, "NOT CHECKED", message=why) for label in arrays]
-    present = ((label, a) for label, a in arrays.items() if a is not None)
-    about = [f"{label} {shape_text(a.shape)} {a.dtype}" for label, a in present]
+    about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
     return GradientReport(
         tuple(results),
         operation.forward_calls,
@@ -149,45 +147,39 @@ def _check(
     loss: Loss, probes: int, max_elements: int, progress: Progress | None
 ) -> tuple[list[ArgumentResult], list[Finding]]:
     """Check the rules of a call, then compare every gradient that can be compared."""
-    form, gradients, sound = "", [None] * len(loss.args), []
+    form, gradients = "", dict.fromkeys(loss.args)
     # A backward that raises should do so at once.
     try:
         gradients = loss.operation.gradients(loss.dy.copy(), loss.cache)
     except FaultError as fault:
         form = str(fault)
-    results: dict[str, ArgumentResult] = {}
-    for i, label in enumerate(loss.spans):
-        if refused := _refused(label, loss.args[i], gradients[i], form):
-            results[label] = refused
-        else:
-            sound.append(Argument(loss, i, gradients))
-    rules = CallRules(loss, sound)
-    findings = rules.check(backward=not form)
+    refused = {n: _refused(n, a, gradients[n], form) for n, a in loss.args.items()}
+    sound = [Argument(loss, name, gradients) for name, result in refused.items() if not result]
+    findings = check_rules(loss, sound, backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         why = "the forward is not deterministic"
-        return [ArgumentResult(label, "NOT CHECKED", message=why) for label in loss.spans], findings
+        return [ArgumentResult(name, "NOT CHECKED", message=why) for name in loss.args], findings
 
-    rules.widen_bounds()
+    widen_bounds(loss, sound)
     work = [(each, place) for each in sound for place in each.places(max_elements, probes)]
     for done, (argument, place) in enumerate(work, 1):
         argument.compare(place)
         if progress is not None:
             progress(done, len(work))
-    for argument in sound:
-        results[argument.name], bent = argument.judge()
-        findings += bent
+    judged = {argument.name: argument.judge() for argument in sound}
+    findings += [bent for _, bent in judged.values() if bent]
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
         name = ("y always has one shape", "the forward can be called near the arguments")[raised]
         findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
-    return [results[label] for label in loss.spans], findings
+    return [refused[name] or judged[name][0] for name in loss.args], findings
 
 
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Say what makes a comparison pointless, `fault` first; None if nothing does."""
     if array is None or (gradient is None and not fault):
-        why = "the argument is None" if array is None else NOT_RETURNED
+        why = "the argument is None" if array is None else "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
         gradient = array if fault else as_array("the gradient", gradient, array.shape)

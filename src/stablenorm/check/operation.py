@@ -1,6 +1,7 @@
 """Call the functions under test safely, and measure what they return."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from stablenorm.formats import check_dtype, format_of
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-Given = Sequence[Array | None]
+Given = dict[str, Array | None]
 Backward = Callable[[Array, Any], Any]
 
 
@@ -25,42 +26,41 @@ class FaultError(Exception):
 class Operation:
     """A forward and its backward; watches the calls, and turns what they raise into a FaultError."""
 
-    def __init__(self, forward: Callable[..., Any], backward: Backward, names: Sequence[str]):
-        self._forward, self._backward, self._names = forward, backward, names
+    def __init__(self, forward: Callable[..., Any], backward: Backward):
+        self._forward, self._backward = forward, backward
         self.forward_calls = self.backward_calls = 0
         # Words for the arrays that a "forward" or a "backward" has modified.
         self.modified: dict[str, str] = {}
         # A warning about results that do not last; empty where they do.
         self.overwritten = ""
         # The copies of the arguments that the latest forward was given, by name.
-        self._given: list[tuple[str, Any]] = []
+        self._given: Given = {}
         # The latest array of each result as it was returned, and a copy.
-        self._latest: dict[str | int, tuple[Array, Array]] = {}
+        self._latest: dict[str, tuple[Array, Array]] = {}
 
     def forward(self, args: Given, *eps: float) -> tuple[Array, Any]:
         """Return (y, cache) for copies of `args`; a layer norm takes `eps`."""
         self.forward_calls += 1
         # A function that modifies its arguments must not reach the next call.
-        own = [None if a is None else a.copy() for a in args]
-        self._given = [*zip(self._names, own, strict=True)]
-        result = self._watched("forward", self._forward, self._given, *own, *eps)
+        own = self._given = {name: None if a is None else a.copy() for name, a in args.items()}
+        result = self._watched("forward", self._forward, [*own.items()], *own.values(), *eps)
         many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         if many != " of 2":
             msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
             raise FaultError(msg)
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
-    def gradients(self, dy: Array, cache: Any) -> list[Any]:
-        """Return the gradients as a list, one for each argument; or FaultError says what came."""
+    def gradients(self, dy: Array, cache: Any) -> dict[str, Any]:
+        """Return the gradients by the names of the arguments; or FaultError says what came."""
         self.backward_calls += 1
-        held = [("dy", dy), *self._given, ("the cache", cache)]
+        held = [("dy", dy), *self._given.items(), ("the cache", cache)]
         returned = self._watched("backward", self._backward, held, dy, cache)
         wanted, came = "a tuple, NamedTuple or list of gradients", type(returned).__name__
         if isinstance(returned, (tuple, list)):
-            if len(returned) == len(self._names):
-                both = enumerate(returned)
-                return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
-            wanted = f"{len(self._names)} gradients, one for each argument"
+            if len(returned) == len(self._given):
+                both = zip(self._given, returned, strict=True)
+                return {name: self._copied(f"d{name}", each) for name, each in both}
+            wanted = f"{len(self._given)} gradients, one for each argument"
             came = f"{len(returned)}"
         msg = f"backward must return {wanted}, got {came}"
         raise FaultError(msg)
@@ -83,8 +83,10 @@ class Operation:
             self.modified[way] = f"the {way} modifies {', '.join(changed)}"
         return result
 
-    def _copied(self, name: str | int, result: Array) -> Array:
-        """Copy a result, since the next call may fill the same array; remember if one has."""
+    def _copied(self, name: str, result: Any) -> Any:
+        """Copy an array, since the next call may fill the same one; remember if one has."""
+        if not isinstance(result, np.ndarray):
+            return result
         before, copied = self._latest.get(name, (result, result))
         if before.tobytes() != copied.tobytes() and np.may_share_memory(before, result):
             self.overwritten = "results are overwritten by the next call; copy what is to be kept"
@@ -97,9 +99,11 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     try:
         array = np.asarray(value)
         check_dtype(name, array)
-    except (TypeError, ValueError) as error:
-        ragged = f"{name} must be an array, got {type(value).__name__}"
-        raise FaultError(ragged if isinstance(error, ValueError) else str(error)) from None
+    except Exception as error:  # noqa: BLE001 - whatever an array of another package raises
+        said = " ".join(str(error).split())
+        if not said.startswith(name):
+            said = f"{name} must be an array, got {type(value).__name__}: {said}"
+        raise FaultError(said) from None
     if shape is not None and array.shape != shape:
         msg = f"{name} must have shape {shape_text(shape)}, got {shape_text(array.shape)}"
         raise FaultError(msg)
@@ -110,7 +114,7 @@ def leaves(thing: Any, depth: int = 4) -> Iterator[Array]:
     """Yield the arrays in a cache, as deep as that of a layer in a block in a model has them."""
     if isinstance(thing, np.ndarray):
         yield thing
-    elif depth and not isinstance(thing, type):
+    elif depth and not isinstance(thing, (type, ModuleType)):
         held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
         for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
             yield from leaves(part, depth - 1)
@@ -132,27 +136,29 @@ def flat(a: Array) -> Array:
 
 
 def rms(values: Array, axis: int | None = None) -> Array:
-    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
-    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
-    squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
-    return np.asarray(largest * np.sqrt(squares))
+    """Return the root mean square along an axis, kept; None is all axes."""
+    of: Any = {"axis": axis, "keepdims": axis is not None}
+    # Divided by the largest, lest squares overflow or vanish.
+    largest = np.max(np.abs(values), initial=0.0, **of)
+    largest = np.where(largest > 0, largest, 1.0)
+    return np.asarray(largest * np.sqrt(np.mean(np.square(values / largest), **of)))
 
 
 class Loss:
-    """L = <u, forward(*args)>, seen through differences of outputs; `spans` are scales, by name."""
+    """L = <u, forward(*args)>, seen through differences of outputs; `args`, and `spans`, by name."""
 
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
         self.y_as_returned, self.cache = operation.forward(args)
-        self.y = flat(self.y_as_returned)
-        self.u = self.draw()
-        self.dy = self.u.reshape(self.y_as_returned.shape).astype(self.y_as_returned.dtype)
+        self.y, self.dy = flat(self.y_as_returned), self.draw()
+        self.u = flat(self.dy)
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
     def draw(self) -> Array:
-        """Draw a cotangent, flat: signed, no zeros, and the same in all four dtypes."""
+        """Draw a cotangent like y: signed, no zeros, and the same in all four dtypes."""
         # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
         # holds a number and three times its size exactly.
-        u = np.round(self.rng.standard_normal(self.y.size) * 16).clip(-63, 63) / 16
-        return np.where(u == 0, 0.0625, u)
+        y = self.y_as_returned
+        u = np.round(self.rng.standard_normal(y.shape) * 16).clip(-63, 63) / 16
+        return np.where(u == 0, 0.0625, u).astype(y.dtype)

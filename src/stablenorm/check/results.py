@@ -17,8 +17,8 @@ class Finding(NamedTuple):
     """
     Result of one test beside the derivatives.
 
-    `layer` is "contract", "closed form", "identities", "hard inputs" or "smoothness"; `name` says
-    what was to hold, `message` what was seen, in one line. A NOTE does not count for the verdict.
+    `layer` is "contract", "closed form", "hard inputs" or "smoothness"; `name` says what was to hold,
+    `message` what was seen, in one line. A NOTE does not count for the verdict.
     """
 
     layer: str
@@ -115,7 +115,7 @@ class GradientReport:
         How often each was called, and how long it took.
     findings : tuple of Finding
         Results of the other layers: the contract, kinks and, in `check_layer_norm`, the closed
-        form, sum(dx) = 0 and hard inputs.
+        form and hard inputs.
     diagnosis : tuple of str
         What is wrong, named; one sentence each.
     about : str

@@ -10,8 +10,6 @@ import numpy as np
 Function = Callable[..., Any]
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
-    "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
-    "backward": ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad"),
     "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
     "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
     "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "scaler", "lnweight", "lnw"),
@@ -36,7 +34,8 @@ def key_of(name: object) -> str:
 
 def usual_names(way: str, kind: str | None) -> list[str]:
     """Return what a forward or backward of a norm is called; of any kind, the kinds that say so first."""
-    layer = [*NAMES[way], f"ln{way[0]}wd"]
+    short, last = f"{way[0]}wd", {"forward": "layernorm", "backward": "layernormgrad"}[way]
+    layer = [f"layernorm{way}", f"ln{way}", f"layernorm{short}", way, last, f"ln{short}"]
     rms = [name.replace("layer", "rms").replace("ln", "rms") for name in layer]
     return {"layer": layer, "rms": rms, None: [*layer[:3], *rms[:3], *layer, *rms]}[kind]
 
@@ -102,8 +101,8 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
         msg = f"the backward must take (dy, cache), got {spelled(backward)}"
         raise ValueError(msg)
     order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
-    call_backward = by_role(backward, dict(zip(required, order, strict=True)))
-    call_forward = by_role(forward, {name: role for role, name in names.items()})
+    call_forward = by_role(forward, names)
+    call_backward = by_role(backward, dict(zip(order, required, strict=True)))
     takes = tuple(role for role in PARAMETERS if role in names)
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
@@ -120,12 +119,12 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
     return call, pull, takes
 
 
-def by_role(function: Function, roles: dict[str, str]) -> Function:
-    """Return the function of its arguments by role."""
+def by_role(function: Function, names: dict[str, str]) -> Function:
+    """Return the function of its arguments by role; `names` has a parameter for each."""
     signature = inspect.signature(function)
 
     def call(**given: Any) -> Any:
-        bound = inspect.BoundArguments(signature, {n: given[r] for n, r in roles.items()})
+        bound = inspect.BoundArguments(signature, {n: given[r] for r, n in names.items()})
         return function(*bound.args, **bound.kwargs)
 
     return call

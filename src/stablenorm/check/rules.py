@@ -1,0 +1,153 @@
+"""The rules of a call: what every forward and backward must do, whatever it computes."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stablenorm.check.differences import Argument
+from stablenorm.check.operation import FaultError, Loss, as_array, flat, leaves, rms, unit_roundoff
+from stablenorm.check.results import TINIEST, Finding
+from stablenorm.formats import format_of
+from stablenorm.types import Array
+
+# A race shows seldom in three runs, but random numbers in the code show at once.
+_RUNS = 3
+# No powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
+_FACTORS = np.array([3, 5, 7, 11])
+_LATEST = "it returns the gradients of the latest forward, whose cache it was not given"
+_OVERWRITTEN = "results, and the cache, are overwritten by the next call"
+_UNKNOWN = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
+
+
+def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> list[Finding]:
+    """Check everything but the derivatives; without `backward`, the forward alone."""
+    modified, uses_its_cache = loss.operation.modified, partial(_uses_its_cache, loss, arguments)
+    outputs = ({"y": loss.operation.forward(loss.args)[0]} for _ in range(1, _RUNS))
+    pulled = _pulls(loss, arguments, [loss.dy] * _RUNS)
+    # A rule returns the words for what is wrong.
+    rules: list[tuple[str, Callable[[], str]]] = [
+        ("the forward leaves its arguments alone", lambda: modified.get("forward", "")),
+        ("the forward is deterministic", lambda: _differ({"y": loss.y_as_returned}, *outputs)),
+        ("the backward leaves dy, the cache and the arguments alone",
+         lambda: modified.get("backward", "")),
+        ("the backward is deterministic, and a cache can be used twice", lambda: _differ(*pulled)),
+        ("the backward is linear in dy", lambda: _linear(loss, arguments)),
+        ("the backward uses the cache that it is given", uses_its_cache),
+    ]  # fmt: skip
+    found: list[Finding] = []
+    for name, rule in rules[: None if backward else 2]:
+        # Gradients that differ at each call would be blamed on the cache too.
+        if rule is uses_its_cache and any(f.verdict == "FAIL" for f in found):
+            break
+        try:
+            message = rule()
+        except FaultError as fault:
+            message = str(fault)
+        found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
+    return found
+
+
+def widen_bounds(loss: Loss, arguments: list[Argument]) -> None:
+    """Add to the bounds of each gradient the rounding errors that are measured in the backward."""
+    # The size of a gradient whose terms cancel (a saturated softmax) does not show them. Measured
+    # is how far multiples of dy are from giving its multiples, RMS along the last axis.
+    try:
+        runs = [*_pulls(loss, arguments, (loss.dy * factor for factor in (1, *_FACTORS)))]
+    except FaultError:
+        # The rules have found it, and said so.
+        return
+    for argument in arguments:
+        one, *others = (flat(run[argument.label]) for run in runs)
+        a, multiples = np.atleast_1d(argument.gradient), np.array(others)
+        apart = np.nan_to_num(multiples / _FACTORS[:, None] - one, posinf=0, neginf=0)
+        measured = rms(rms(apart, 0).reshape(a.shape), -1)
+        # The bound has the rounding of the gradient itself already, drawn twice here.
+        own = 1.5 * unit_roundoff(a.dtype) * rms(a.astype(np.float64), -1)
+        # Few samples may be 16 times too small.
+        allowed = np.minimum(16 * np.maximum(measured - own, 0), argument.explained)
+        argument.bounds += np.broadcast_to(allowed, a.shape).reshape(-1)
+
+
+def _pulls(
+    loss: Loss, arguments: list[Argument], dys: Iterable[Array], cache: Any = None
+) -> Iterator[dict[str, Array]]:
+    """Pull each dy back through one cache; yield what can be compared, by its name in messages."""
+    cache = loss.operation.forward(loss.args)[1] if cache is None else cache
+    for dy in dys:
+        returned = loss.operation.gradients(np.array(dy, loss.dy.dtype), cache)
+        yield {each.label: each.settled(returned) for each in arguments}
+
+
+def _linear(loss: Loss, arguments: list[Argument]) -> str:
+    """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
+    other = loss.draw()
+    # The sum is exact in every dtype, see `Loss.draw`.
+    runs = [*_pulls(loss, arguments, (loss.dy, other, 2 * loss.dy + other))]
+    for argument in arguments:
+        a, b, total = (run[argument.label] for run in runs)
+        made = 2 * flat(a) + flat(b)
+        # Nearer to the end of the range, the sum may overflow.
+        far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
+        made = np.where(far, flat(total), made).reshape(total.shape)
+        # Any order of summation, and terms that cancel.
+        bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * argument.explained
+        if said := _differ({argument.label: total}, {argument.label: made}, bound=bound):
+            return said
+    return ""
+
+
+def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
+    """Pull dy back through the first of two forwards, after the second one."""
+    operation, copied = loss.operation, None
+    # A class that keeps what it needs has no cache.
+    if (cache := operation.forward(loss.args)[1]) is None:
+        return ""
+    # Some objects cannot be copied; a closure is its own copy, with all in it.
+    with suppress(Exception):
+        copied = copy.deepcopy(cache)
+    ours, theirs = (set(map(id, leaves(each))) for each in (cache, copied))
+    is_copy = bool(theirs) and theirs.isdisjoint(ours)
+    moved, right = {**loss.args}, {each.label: each.gradient for each in arguments}
+    for name, a in loss.args.items():
+        if a is not None:
+            # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
+            by = loss.spans[name] * loss.rng.uniform(-0.25, 0.25, a.size)
+            moved[name] = (a + by.reshape(a.shape)).astype(a.dtype)
+
+    def is_off(cache: Any) -> bool:
+        with suppress(FaultError):
+            return bool(_differ(right, *_pulls(loss, arguments, [loss.dy], cache)))
+        return True
+
+    # Nothing can be asked where the operation is not defined.
+    with suppress(FaultError):
+        operation.forward(moved)
+        if is_off(cache):
+            if is_copy and is_off(copied):
+                return _LATEST
+            operation.overwritten = _OVERWRITTEN if is_copy else _UNKNOWN
+    return ""
+
+
+def _bound(a: Array) -> float:
+    """Bound what another order of summation does to the elements of an array."""
+    largest = float(np.max(np.abs(flat(a)), initial=0.0))
+    bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * largest
+    return float(bound if np.isfinite(bound) else 0.0) + TINIEST
+
+
+def _differ(first: dict[str, Array], *others: dict[str, Array], bound: float = 0.0) -> str:
+    """Say which results are apart by more than rounding, or `bound`, explains, and how far."""
+    for name, one in first.items():
+        for other in others:
+            a, b = flat(as_array(name, other[name], one.shape)), flat(one)
+            # NaN where only one of them is NaN.
+            apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+            z = np.max(apart, initial=0.0) / (bound or _bound(one))
+            if not z <= 1:
+                return f"{name} differs by {z:.2g} times what rounding explains"
+    return ""
