@@ -3,10 +3,13 @@
 import argparse
 import importlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
+
+import rich
 
 import stablenorm
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
@@ -15,6 +18,8 @@ from stablenorm.text import printable
 # Modules of this folder, in the order of --help. Each has run() and OPTIONS: the help of each, with changes
 # to its row in the table of `parts` if there are any. The module's docstring is the help of the command.
 _COMMANDS = "run", "diagnose", "check", "bench"
+# Columns of what no terminal shows: lines are left as they are.
+_UNBROKEN = 10_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
+        width = shutil.get_terminal_size((_UNBROKEN, 1)).columns
+        rich.reconfigure(width=width, record=True)
         with warnings.catch_warnings():
             # In a line, as everything else that is not a result; the place in our code helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
@@ -58,8 +65,8 @@ def _answer(error: BaseException) -> int:
     """Return the exit status of a command that this ended, and say in a line why."""
     match error:
         case SystemExit():
-            # After --help and --version.
-            return int(error.code or 0)
+            # After --help and --version, without a status; or Rich met a closed pipe.
+            return EXIT_PIPE if error.code else 0
         case BrokenPipeError():
             return EXIT_PIPE
         case KeyboardInterrupt():

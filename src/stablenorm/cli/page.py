@@ -1,86 +1,80 @@
-"""The page of `stablenorm run --html`: the sections that the terminal shows, with a picture, in one file."""
+"""The page of `stablenorm run --html`: what the terminal shows, below a picture of the errors, in one file."""
 
-import datetime as dt
 import io
-import os
-import platform
-import re
-from collections.abc import Mapping, Sequence
-from importlib import resources
-from typing import Any
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from html import escape
 
 import numpy as np
+from rich import get_console
 
-import stablenorm
+from stablenorm.cli.parts import origin
 from stablenorm.figures import COLORS, new_figure
-from stablenorm.text import Section, prose
+from stablenorm.text import printable
 from stablenorm.types import Array
 
-_INK, _GRAY = "#333333", "#777777"
-# The style sheet says what each color is on light and on dark paper.
-_VARIABLES = {"ours": COLORS[0], "plain": COLORS[1], "ink": _INK, "muted": _GRAY}
-_STYLE: Any = {
-    "svg.fonttype": "none", "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.titlecolor": _INK, "text.color": _INK, "axes.grid": True,
-    "axes.axisbelow": True, "grid.color": _GRAY, "grid.alpha": 0.3, "axes.edgecolor": _GRAY,
-    "axes.labelcolor": _GRAY, "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.minor.size": 0,
-    "ytick.minor.size": 0, "axes.spines.top": False, "axes.spines.right": False,
-}  # fmt: skip
-# Below this, in ulp, an element counts as exact; a logarithmic axis must start somewhere.
-_LEAST = 1e-3
+# Colors are the browser's own, light or dark as the reader's system is. Nothing is fetched, no script runs.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }}
+body {{ max-width: 60rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }}
+figure {{ margin: 2rem 0; }}
+svg {{ width: 100%; height: auto; fill: currentColor; }}
+pre {{ font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{origin}</p>
+<figure>
+{picture}
+<figcaption>The share of elements whose error is at least as large as the horizontal axis says. At the
+right edge, elements are NaN or infinite and should not be.</figcaption>
+</figure>
+<pre>{shown}</pre>
+</body>
+</html>
+"""
 
 
-def make_page(title: str, about: str, verdict: str, sections: Sequence[Section]) -> bytes:
+def make_page(title: str, errors: Mapping[str, tuple[Array, Array]]) -> bytes:
     """Return the page. Everything is escaped, so that nothing in a file is markup."""
-    # Loaded when a page is wanted: no other command needs it.
-    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415
-
-    origin = (
-        f"{about}. {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC. stablenorm {stablenorm.__version__}, NumPy "
-        f"{np.__version__}, Python {platform.python_version()}. {platform.machine()}, "
-        f"{os.cpu_count()} processors, {platform.system()}."
-    )
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"prose": prose, "svg": _draw_errors}
-    here = resources.files(__package__)
-    template, style = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
-    text = environment.from_string(template).render(
-        style=style, title=title, origin=origin, verdict=verdict, sections=sections
-    )
-    # The name of a file may be no Unicode.
-    return text.encode("utf-8", "replace")
+    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by stablenorm run --html: "
+    made += ", ".join(f"{what} {which}" for what, which in origin().items())
+    shown = get_console().export_html(code_format="{code}", inline_styles=True)
+    text = {"title": escape(printable(title)), "origin": escape(made), "shown": shown}
+    return _PAGE.format(picture=_draw_errors(errors), **text).encode()
 
 
-def _draw_errors(errors: Mapping[str, tuple[Array, Array]], label: str) -> str:
+def _draw_errors(errors: Mapping[str, tuple[Array, Array]]) -> str:
     """Draw, for each output, the share of elements with at least a given error: ours and the plain formula's."""
-    import matplotlib as mpl  # noqa: PLC0415
-
+    finite = (each[np.isfinite(each)] for both in errors.values() for each in both)
     # NaN and inf are drawn here: beyond all numbers.
-    beyond = 100 * max(
-        float(e.max(initial=1.0, where=np.isfinite(e))) for both in errors.values() for e in both
-    )
-    at, lines = np.geomspace(_LEAST, beyond, 400), -(-len(errors) // 2)
-    looks = (COLORS[0], "-", "stablenorm"), (COLORS[1], "--", "plain formula")
-    with mpl.rc_context(_STYLE | {"svg.hashsalt": label}):
-        # The page makes the 720 units of a width pixels, and scrolls where there are fewer.
-        figure = new_figure(10, 3.2 * lines)
-        for place, (name, both) in enumerate(errors.items(), 1):
-            axes = figure.add_subplot(lines, 2, place)
-            for error, (color, style, what) in zip(both, looks, strict=True):
-                ordered = np.sort(np.where(np.isfinite(error), error, beyond), axis=None)
-                share = 100 * (1 - np.searchsorted(ordered, at) / ordered.size)
-                axes.loglog(at, np.maximum(share, 1e-9), style, color=color, lw=2, label=what)
-            axes.axvline(0.5, color=_INK, lw=1, ls=":", label="0.5 ulp")
-            axes.set(xlim=(_LEAST, beyond), ylim=(1e-3, 150), title=name)
-            axes.set(xlabel="error, ulp", ylabel="elements, %")
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter(lambda v, _: prose(f"{v:g}" if v < 1e4 else f"{v:.0e}"))
-        entries = axes.get_legend_handles_labels()
-        figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
-        file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    text = re.sub(r'<g id="[^"]*"', "<g", file.getvalue())
-    for variable, color in _VARIABLES.items():
-        text = text.replace(color, f"var(--{variable})")
-    return f'<svg role="img" aria-label="{label}" ' + text.partition("<svg ")[2]
+    beyond = 100 * max(float(each.max(initial=1.0)) for each in finite)
+    shares, lines = np.geomspace(1e-5, 1, 400), -(-len(errors) // 2)
+    looks = ("stablenorm", COLORS[0], "-"), ("plain formula", COLORS[1], "--")
+    figure = new_figure(10, 3.2 * lines)
+    for place, (name, both) in enumerate(errors.items(), 1):
+        # Below 0.001 ulp an element counts as exact; a logarithmic axis must start somewhere.
+        limits = {"xlim": (1e-3, beyond), "ylim": (1e-3, 150)}
+        axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log", **limits)
+        axes.set(xlabel="error, ulp", ylabel="elements, %")
+        for error, (what, color, style) in zip(both, looks, strict=True):
+            ordered = np.where(np.isfinite(error), error, beyond)
+            at = np.quantile(ordered, 1 - shares, method="higher")
+            axes.plot(at, 100 * shares, style, color=color, lw=2, label=what)
+        axes.axvline(0.5, color="black", lw=1, ls=":", label="0.5 ulp")
+        axes.grid(alpha=0.3)
+    entries = axes.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
+    # Black is what the page writes with.
+    svg = file.getvalue().replace("#000000", "currentColor")
+    return svg[svg.index("<svg") :]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.api import FUNCTIONS
-from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, read_eps
 from stablenorm.cli.page import make_page
@@ -39,7 +39,7 @@ from stablenorm.diagnosis.results import method_rows, sentences
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.text import Section, Table, number, printable, quantity, shape_text, write_whole
+from stablenorm.text import number, printable, quantity, shape_text, write_whole
 from stablenorm.types import Array
 
 OPTIONS = {
@@ -50,7 +50,7 @@ OPTIONS = {
     "--rounding": "nearest: every element correctly rounded, or the check fails; default: fast",
     "--seed": "of a random dy, if the file has none; default: 0",
     "--out": "write y, dx, dgamma and dbeta to this file",
-    "--html": "write the same on a page, with pictures, for a browser",
+    "--html": "write the same on a page, with a picture, for a browser",
     "--digests": "compare digests of correctly rounded results with those published; nothing else",
 }
 
@@ -121,31 +121,22 @@ def run(arguments: argparse.Namespace) -> int:
     if msg := _objection(problem):
         raise parts.InputError(msg)
     write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    sections = list[Section]()
-    with parts.progress_bar("sections") as progress:
-        for tell in (_accuracy, _losses, _gradients, _cost):
-            progress(len(sections), 4)
-            sections.append(tell(problem, results))
-    verdicts = [section.verdict for section in sections]
-    verdict = "A CHECK FAILED." if "FAIL" in verdicts else "All checks passed."
-    verdict = "No check failed." if set(verdicts) == {"PASS", "INCONCLUSIVE"} else verdict
     x, kind = problem.x, ", RMS norm" * (problem.kind == "rms")
     about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {origin}"
+    parts.print_lines(f": {about}", bold=source)
+    passed, errors = _tell_accuracy(problem, results)
+    _tell_losses(problem)
+    verdict = _tell_gradients(problem, results)
+    _tell_cost(problem)
+    failed = not passed or verdict == "FAIL"
+    ending = "All checks passed." if verdict == "PASS" else "No check failed."
+    parts.print_lines("A CHECK FAILED." if failed else ending)
     if page:
         title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
-        content = make_page(title, about, verdict, sections)
+        content = make_page(title, errors)
         write_whole(page, lambda file: file.write(content))
-    parts.print_lines(f": {about}", bold=source)
-    for table in itertools.chain.from_iterable(section.tables for section in sections):
-        parts.print_table(table)
-    # How the numbers were obtained is below all of them.
-    for section in sections:
-        notes = section.notes and f"\n{section.notes}"
-        parts.print_lines(f" {section.text}{notes}", bold=f"{section.heading}.")
-    parts.print_lines(verdict)
-    if page:
         parts.print_lines(f"The page: {page.as_uri()}")
-    return parts.EXIT_FAILED if "FAIL" in verdicts else 0
+    return parts.EXIT_FAILED if failed else 0
 
 
 def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
@@ -195,8 +186,8 @@ def _objection(problem: Problem) -> str:
     return ""
 
 
-def _accuracy(problem: Problem, results: _Results) -> Section:
-    """Tell how far the outputs, and those of the plain formula, are from the exact result."""
+def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str, Any]]:
+    """Tell how far the outputs are from the exact result; return whether as promised, and the errors to draw."""
     part, sample = problem.sample(_ORACLE_ELEMENTS)
     x, gamma, beta, dy, eps, rounding, kind = part
     rows = problem.x.size // x.shape[1]
@@ -208,91 +199,83 @@ def _accuracy(problem: Problem, results: _Results) -> Section:
     y, cache = plain_forward(x, gamma, beta, eps, kind)
     plain = _named(y, *plain_backward(dy, cache, kind))
     plain = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
-    cells, misrounded, verdicts = [], [], []
+    cells, misrounded, all_passed = [], [], True
     for name, array in results.items():
         wrong, total = round(contract[name].misrounded * ours[name].size), ours[name].size
         passed = contract[name].passed and (rounding == "fast" or not wrong)
-        verdicts.append("PASS" if passed else "FAIL")
+        all_passed &= passed
         worst, worst_plain = (errors[name].max(initial=0.0) for errors in (ours, plain))
-        errors = f"{worst:.3f}", number(worst_plain)
-        cells.append((name, shape_text(array.shape), str(array.dtype), *errors, verdicts[-1]))
+        errors = f"{worst:.3f}", number(worst_plain), "PASS" if passed else "FAIL"
+        cells.append((name, shape_text(array.shape), str(array.dtype), *errors))
         elements = "elements " * (name == "y")
         misrounded.append(f"{wrong:,} of {total:,} {elements}of {name}".replace(",", " "))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
     which = "all" if len(sample) == rows else f"{len(sample)} of"
-    return Section(
-        "Accuracy",
-        f'Rounding "{rounding}". Misrounded: {", ".join(misrounded)}.',
-        (Table("Against the exact result", columns, cells),),
+    said = f' Rounding "{rounding}". Misrounded: {", ".join(misrounded)}.'
+    parts.print_lines(said, bold="\nAccuracy.")
+    parts.print_table("Against the exact result", columns, cells)
+    parts.print_lines(
         f"Exact results for {which} {rows} rows, in integers; dgamma and dbeta are judged as "
         "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
         "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
         f"0.5. Plain formula: the worst ulp of {'two passes' if kind == 'layer' else 'one pass'} in "
-        f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}.",
-        "FAIL" if "FAIL" in verdicts else "PASS",
-        "On these data the formula that everybody writes is off by up to "
-        f"{number(max(e.max(initial=0.0) for e in plain.values()))} ulp, units in the last place; "
-        f"stablenorm by {number(max(e.max(initial=0.0) for e in ours.values()))}, a correctly rounded "
-        "result by at most 0.5.",
-        {name: (ours[name], plain[name]) for name in results},
+        f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}."
     )
+    return all_passed, {name: (ours[name], plain[name]) for name in results}
 
 
-def _losses(problem: Problem, _: _Results) -> Section:
+def _tell_losses(problem: Problem) -> None:
     """Tell how many bits common methods lose, and on which rows."""
     found = diagnose(problem.x, problem.eps, kind=problem.kind)
+    said = " ".join(f"{said[0].upper()}{said[1:]}." for said in sentences(found))
+    parts.print_lines(f" {said}", bold="\nWhere others would lose digits.")
     columns = ("method", "median row", "worst row", "rows losing 4 or more")
+    parts.print_table(f"Bits of y lost, of {found.bits}", columns, method_rows(found))
     hardest = [(one.advice,) for one in found.worst[:6]]
-    return Section(
-        "Where others would lose digits",
-        " ".join(f"{said[0].upper()}{said[1:]}." for said in sentences(found)),
-        (
-            Table(f"Bits of y lost, of {found.bits}", columns, method_rows(found)),
-            Table("The rows that are hardest", ("the hardest first",), hardest),
-        ),
+    parts.print_table("The rows that are hardest", ("the hardest first",), hardest)
+    parts.print_lines(
         f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
         f"gamma and beta. The condition number of y{', rms(x) / std,' * (found.kind == 'layer')} is how "
-        "many times larger a relative error of x is in y.",
+        "many times larger a relative error of x is in y."
     )
 
 
-def _gradients(problem: Problem, results: _Results) -> Section:
-    """Tell what finite differences, the closed form and identities say."""
-    heading = "Gradient check"
+def _tell_gradients(problem: Problem, results: _Results) -> str:
+    """Tell what finite differences, the closed form and identities say; return the verdict."""
+    heading = "\nGradient check."
     if not all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
-        text = "Not checked: an output overflows, and nothing can be compared."
-        return Section(heading, text, verdict="INCONCLUSIVE")
+        text = " Not checked: an output overflows, and nothing can be compared."
+        parts.print_lines(text, bold=heading)
+        return "INCONCLUSIVE"
     forward, backward, _, check = NORMS[problem.kind]
     forward = partial(forward, rounding=problem.rounding)
     # In float64, where finite differences see most.
     few = problem.sample(_CHECK_ELEMENTS)[0][:3]
     arrays = (None if each is None else each.astype(np.float64) for each in few)
-    report = check(forward, backward, *arrays, problem.eps, rng=0)
+    report: GradientReport = check(forward, backward, *arrays, problem.eps, rng=0)
     rows = []
     for one in report.arguments:
         if one.judged:
             bound = one.bound_numeric + one.bound_actual
             sizes = map(number, (abs(one.actual - one.numeric), bound, one.resolution))
             rows.append((f"d{one.name}", f"{one.checked} of {one.total}", *sizes, one.verdict))
+    said = f" Finite differences, the closed form and identities: {report.verdict}."
+    parts.print_lines(said, bold=heading)
     columns = ("gradient", "compared", "worst error", "its own bound", "would have seen", "")
+    parts.print_table("Against finite differences", columns, rows)
     held = (one for one in report.findings if one.layer == "identities")
     identities = [(one.name, one.message, one.verdict) for one in held]
-    return Section(
-        heading,
-        f"Finite differences, the closed form and identities: {report.verdict}.",
-        (
-            Table("Against finite differences", columns, rows),
-            Table("Identities of the rows", ("identity", "worst row", ""), identities),
-        ),
+    parts.print_table("Identities of the rows", ("identity", "worst row", ""), identities)
+    parts.print_lines(
         f"check_{problem.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
         "bound is the estimated error of the difference plus the rounding of the backward. Would have "
-        "seen: the smallest relative error that no compared element could have hidden.",
-        report.verdict,
+        "seen: the smallest relative error that no compared element could have hidden."
     )
+    return report.verdict
 
 
-def _cost(problem: Problem, _: _Results) -> Section:
+def _tell_cost(problem: Problem) -> None:
     """Tell flops and bytes of three programs, and the bytes between forward and backward."""
     n, dtype, kind = problem.x.shape[-1], str(problem.x.dtype), problem.kind
     rows = problem.x.size // n
@@ -302,16 +285,14 @@ def _cost(problem: Problem, _: _Results) -> Section:
         per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
         counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
     kept = [(k, quantity(size, "B")) for k, size in count_kept((rows, n), dtype, kind).items()]
+    said = " Flops and bytes of three programs that do the same algebra, by formulas."
+    parts.print_lines(said, bold="\nCost.")
     columns = ("program", "flops per element", "bytes moved per element", "held")
-    return Section(
-        "Cost",
-        "Flops and bytes of three programs that do the same algebra, by formulas.",
-        (
-            Table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted),
-            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept),
-        ),
+    parts.print_table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted)
+    parts.print_table("Kept from forward to backward, beside x", ("what", "bytes"), kept)
+    parts.print_lines(
         "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
-        "arrays are beyond the caches. Held: new bytes at the worst moment, results included.",
+        "arrays are beyond the caches. Held: new bytes at the worst moment, results included."
     )
 
 
