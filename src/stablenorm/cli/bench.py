@@ -58,15 +58,12 @@ OPTIONS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm bench` is asked."""
-    cases = list(
-        itertools.product(arguments.shape or [[32, 512, 768]], arguments.dtype or ["float32"])
-    )
+    shapes, dtypes = arguments.shape or [[32, 512, 768]], arguments.dtype or ["float32"]
+    cases = list(itertools.product(shapes, dtypes))
     for shape, dtype in cases:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
         parts.check_memory(7 * math.prod(shape) * parse(dtype).itemsize)
-    # A backend that is named twice is one backend.
-    backends = dict.fromkeys(map(choose, arguments.backend or timing.usable_backends()))
-    ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
+    backends = list(map(choose, arguments.backend or timing.usable_backends()))
     set_num_threads(arguments.threads or get_num_threads())
     threads, kind = get_num_threads(), arguments.kind
     copy = timing.measure_copy(threads)
@@ -75,7 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     held = list[dict[str, Any]]()
     for shape, dtype in cases:
         problem = timing.make_problem(shape, dtype)
-        candidates = {way: timing.make_candidates(problem, *way, kind) for way in ways}
+        candidates = {
+            (backend, rounding): timing.make_candidates(problem, backend, rounding, kind)
+            for backend in backends
+            for rounding in arguments.rounding or ["fast"]
+        }
         for direction in timing.PASSES:
             rows, cells = _measure(problem.x, candidates, direction, copy), []
             for row in rows:

@@ -38,8 +38,12 @@ verdict.
 """
 
 import argparse
+import io
 import math
+import sys
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -79,11 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
     parts.check_memory(8 * math.prod(arguments.shape or ()) * parse(arguments.dtype).itemsize)
+    # The real stream, which user code does not have; None if it was closed. The next text overwrites the line.
+    stream = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
+    show = partial(print, end="\x1b[K\r", file=stream, flush=True)
     with (
         # A result that the check cannot judge: a traceback helps nobody.
         parts.refusing(Exception, what="the check cannot go on: ", named=True),
         parts.refusing(FaultError),
-        parts.progress_bar("comparing") as progress,
         running(arguments.file) as file,
     ):
         norm = _adapt(file, arguments)
@@ -91,9 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
         data, notes = _choose_data(norm, arguments)
         notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
         check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
-        options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
+        options: dict[str, Any] = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
         functions = norm.forward, norm.backward
-        report = check(*functions, *data, arguments.eps, **options, progress=progress)
+        options |= {"progress": lambda done, total: show(f"comparing: {done} of {total}")}
+        report = check(*functions, *data, arguments.eps, **options)
+    show()
     held = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     held |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
     parts.write_json(arguments.json, held | {"report": report.as_dict()})

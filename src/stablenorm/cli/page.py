@@ -34,8 +34,8 @@ pre {{ font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: p
 <p>{origin}</p>
 <figure>
 {picture}
-<figcaption>The share of elements whose error is at least as large as the horizontal axis says. At the
-right edge, elements are NaN or infinite and should not be.</figcaption>
+<figcaption>The share of elements whose error is at least as large as the horizontal axis says. Where a
+line ends above the lowest share, the rest are NaN or infinite and should not be.</figcaption>
 </figure>
 <pre>{shown}</pre>
 </body>
@@ -54,22 +54,17 @@ def make_page(title: str, errors: Mapping[str, tuple[Array, Array]]) -> bytes:
 
 def _draw_errors(errors: Mapping[str, tuple[Array, Array]]) -> str:
     """Draw, for each output, the share of elements with at least a given error: ours and the plain formula's."""
-    finite = (each[np.isfinite(each)] for both in errors.values() for each in both)
-    # NaN and inf are drawn here: beyond all numbers.
-    beyond = 100 * max(float(each.max(initial=1.0)) for each in finite)
     shares, lines = np.geomspace(1e-5, 1, 400), -(-len(errors) // 2)
     looks = ("stablenorm", COLORS[0], "-"), ("plain formula", COLORS[1], "--")
     figure = new_figure(10, 3.2 * lines)
     for place, (name, both) in enumerate(errors.items(), 1):
-        # Below 0.001 ulp an element counts as exact; a logarithmic axis must start somewhere.
-        limits = {"xlim": (1e-3, beyond), "ylim": (1e-3, 150)}
-        axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log", **limits)
-        axes.set(xlabel="error, ulp", ylabel="elements, %")
+        axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log")
         for error, (what, color, style) in zip(both, looks, strict=True):
-            ordered = np.where(np.isfinite(error), error, beyond)
-            at = np.quantile(ordered, 1 - shares, method="higher")
+            at = np.quantile(np.nan_to_num(error, nan=np.inf), 1 - shares, method="higher")
             axes.plot(at, 100 * shares, style, color=color, lw=2, label=what)
         axes.axvline(0.5, color="black", lw=1, ls=":", label="0.5 ulp")
+        # Below 0.001 ulp an element counts as exact; a logarithmic axis must start somewhere.
+        axes.set(xlim=(1e-3, None), xlabel="error, ulp", ylabel="elements, %")
         axes.grid(alpha=0.3)
     entries = axes.get_legend_handles_labels()
     figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)

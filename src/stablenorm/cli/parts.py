@@ -1,11 +1,9 @@
-"""Parts of all commands: options and their checks, errors in a line, files, tables, progress."""
+"""Parts of all commands: options and their checks, errors in a line, files, tables."""
 
 import argparse
 import importlib.util
-import io
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -162,17 +160,5 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, justify="right", overflow="fold", min_width=longest)
     table.columns[0].justify = "left"
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell), "bold" * (cell == "FAIL")) for cell in row))
     get_console().print(table)
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[..., None]]:
-    """Give ``progress(done, total)``, which a line on a terminal shows until the end."""
-    # Bound to the real stream: a user's functions have theirs muted while they run. None: it was closed.
-    stream = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
-    show = partial(print, end="\x1b[K", file=stream, flush=True)
-    try:
-        yield lambda done, total: show(f"\r{what}: {done} of {total}")
-    finally:
-        show("\r")

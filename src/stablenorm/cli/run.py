@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich import get_console
 
 from stablenorm.api import FUNCTIONS
 from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
@@ -35,7 +36,7 @@ from stablenorm.cli.files import BUNDLED, list_members, read_eps
 from stablenorm.cli.page import make_page
 from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
 from stablenorm.diagnosis import diagnose
-from stablenorm.diagnosis.results import method_rows, sentences
+from stablenorm.diagnosis.results import lines_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.testing.plain import plain_backward, plain_forward
@@ -225,14 +226,11 @@ def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str,
 
 
 def _tell_losses(problem: Problem) -> None:
-    """Tell how many bits common methods lose, and on which rows."""
-    found = diagnose(problem.x, problem.eps, kind=problem.kind)
-    said = " ".join(f"{said[0].upper()}{said[1:]}." for said in sentences(found))
-    parts.print_lines(f" {said}", bold="\nWhere others would lose digits.")
-    columns = ("method", "median row", "worst row", "rows losing 4 or more")
-    parts.print_table(f"Bits of y lost, of {found.bits}", columns, method_rows(found))
-    hardest = [(one.advice,) for one in found.worst[:6]]
-    parts.print_table("The rows that are hardest", ("the hardest first",), hardest)
+    """Tell how many bits common methods lose, and on which rows, as `stablenorm diagnose` does."""
+    found = diagnose(problem.x, problem.eps, top=6, kind=problem.kind)
+    parts.print_lines(
+        "", *lines_of(found, get_console().width), bold="\nWhere others would lose digits."
+    )
     parts.print_lines(
         f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
@@ -242,7 +240,7 @@ def _tell_losses(problem: Problem) -> None:
 
 
 def _tell_gradients(problem: Problem, results: _Results) -> str:
-    """Tell what finite differences, the closed form and identities say; return the verdict."""
+    """Tell what finite differences, the closed form and identities say, as a check does; return the verdict."""
     heading = "\nGradient check."
     if not all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
         text = " Not checked: an output overflows, and nothing can be compared."
@@ -254,23 +252,11 @@ def _tell_gradients(problem: Problem, results: _Results) -> str:
     few = problem.sample(_CHECK_ELEMENTS)[0][:3]
     arrays = (None if each is None else each.astype(np.float64) for each in few)
     report: GradientReport = check(forward, backward, *arrays, problem.eps, rng=0)
-    rows = []
-    for one in report.arguments:
-        if one.judged:
-            bound = one.bound_numeric + one.bound_actual
-            sizes = map(number, (abs(one.actual - one.numeric), bound, one.resolution))
-            rows.append((f"d{one.name}", f"{one.checked} of {one.total}", *sizes, one.verdict))
-    said = f" Finite differences, the closed form and identities: {report.verdict}."
-    parts.print_lines(said, bold=heading)
-    columns = ("gradient", "compared", "worst error", "its own bound", "would have seen", "")
-    parts.print_table("Against finite differences", columns, rows)
-    held = (one for one in report.findings if one.layer == "identities")
-    identities = [(one.name, one.message, one.verdict) for one in held]
-    parts.print_table("Identities of the rows", ("identity", "worst row", ""), identities)
+    parts.print_lines("", *str(report).splitlines(), bold=heading)
     parts.print_lines(
-        f"check_{problem.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
-        "bound is the estimated error of the difference plus the rounding of the backward. Would have "
-        "seen: the smallest relative error that no compared element could have hidden."
+        f"check_{problem.kind}_norm in float64, on some of the rows: finite differences, the closed form "
+        "and identities. Resolution: the smallest relative error that no compared element could have "
+        "hidden."
     )
     return report.verdict
 
