@@ -18,8 +18,6 @@ from stablenorm.text import printable
 # Modules of this folder, in the order of --help. Each has run() and OPTIONS: the help of each, with changes
 # to its row in the table of `parts` if there are any. The module's docstring is the help of the command.
 _COMMANDS = "run", "diagnose", "check", "bench"
-# Columns of what no terminal shows: lines are left as they are.
-_UNBROKEN = 10_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
-        width = shutil.get_terminal_size((_UNBROKEN, 1)).columns
+        # Where no terminal shows them, lines are left as they are.
+        width = shutil.get_terminal_size((10_000, 1)).columns
         rich.reconfigure(width=width, record=True)
         with warnings.catch_warnings():
             # In a line, as everything else that is not a result; the place in our code helps nobody.
@@ -100,17 +99,16 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
         module = importlib.import_module(f"stablenorm.cli.{name}")
-        summary, _, more = str(module.__doc__).strip().partition("\n\n")
-        about, _, examples = more.partition("\n\n")
+        summary, about, examples = str(module.__doc__).strip().split("\n\n", 2)
         command = commands.add_parser(
             name,
             help=summary[:1].lower() + summary[1:-1],
-            description=about,
+            description=f"{summary}\n\n{about}",
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(job=module.run)
         for option, given in module.OPTIONS.items():
             about, changes = (given, {}) if isinstance(given, str) else given
-            command.add_argument(option, help=about, **TABLE[option] | changes)
+            command.add_argument(option, help=about, **TABLE.get(option, {}) | changes)
     return parser

@@ -1,9 +1,7 @@
 """
 Time forward and backward on your shapes, beside a copy of memory.
 
-Time the forward and the backward of every backend on your shapes, in turn,
-and say what fraction of the speed of a copy they reach. The last axis is
-normalized.
+The backends take turns. The last axis is normalized.
 
 examples:
   stablenorm bench                                       one shape, float32

@@ -1,9 +1,8 @@
 """
-Check a layer or RMS norm that you have written: runs your file, names common mistakes.
+Check a layer or RMS norm of yours: runs your file, names common mistakes.
 
-Run a Python file of yours and check the norm in it: its gradients against
-finite differences and a closed form, its behavior on hard inputs. The report
-names common mistakes, and the smallest error that would have been seen.
+Gradients are compared with finite differences and a closed form, also on hard
+inputs. The report says which is the smallest error that it would have seen.
 
 examples:
   stablenorm check mine.py
@@ -154,7 +153,11 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
 
 def _objection(norm: Norm, data: _Data, eps: float) -> str:
     """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
-    y, cache = norm.forward(*data, eps)
+    returned = norm.forward(*data, eps)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        msg = f"the forward must return y, cache, got {type(returned).__name__}"
+        raise FaultError(msg)
+    y, cache = returned
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
     except FaultError as fault:

@@ -1,8 +1,7 @@
 """
 Say what a layer norm would lose on the data in a file, and on which rows.
 
-Say how well conditioned the layer norm of an array in a file is, how many
-bits of y each common method loses, and which rows are the worst.
+Shown: how well conditioned it is, and the bits of y that common methods lose.
 
 examples:
   stablenorm diagnose                         the bundled data

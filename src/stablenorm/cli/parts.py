@@ -105,11 +105,8 @@ _COUNT, _SIZE = (_number(int, partial(check_count, "the number", least=n)) for n
 # Options by name, as argparse takes them; a command adds the help.
 TABLE: dict[str, dict[str, Any]] = {
     "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
-    "--forward": {"metavar": "NAME"},
-    "--backward": {"metavar": "NAME"},
     "--class": {"metavar": "NAME", "dest": "class_"},
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
-    "--member": {"metavar": "NAME"},
     "--axis": {"nargs": "+", "type": axis, "default": [-1], "metavar": "K"},
     "--shape": {"nargs": "+", "type": _SIZE, "metavar": "N"},
     "--dtype": {"choices": DTYPES},

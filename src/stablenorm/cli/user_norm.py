@@ -153,23 +153,14 @@ def adapt_functions(
     name, forward = file.find(forward_name, "forward", kind)
     _, backward = file.find(backward_name, "backward", kind)
 
-    @functools.wraps(forward)
-    def call(*args: Any, **options: Any) -> Any:
-        with file.told():
-            result = forward(*args, **options)
-        if not isinstance(result, (tuple, list)) or len(result) < 2:
-            msg = f"the forward must return y, cache, got {type(result).__name__}"
-            raise FaultError(msg)
-        return result
-
     @functools.wraps(backward)
     def pull(*args: Any, **options: Any) -> Any:
         with file.told():
             returned = backward(*args, **options)
         return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
-    usual_forward, usual_backward, takes = roles.adapt(call, pull)
-    signature = ", ".join(map(roles.spelled, (call, pull)))
+    usual_forward, usual_backward, takes = roles.adapt(file.told()(forward), pull)
+    signature = ", ".join(map(roles.spelled, (forward, pull)))
     return Norm(usual_forward, usual_backward, takes, signature, name)
 
 
