@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     copy = timing.measure_copy(threads)
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
-    held = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     for shape, dtype in cases:
         problem = timing.make_problem(shape, dtype)
         candidates = {
@@ -76,30 +76,30 @@ def run(arguments: argparse.Namespace) -> int:
             for rounding in arguments.rounding or ["fast"]
         }
         for direction in timing.PASSES:
-            rows, cells = _measure(problem.x, candidates, direction, copy), []
-            for row in rows:
-                backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
-                speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
-                cells.append((backend, row["outputs"], quantity(row["seconds"], "s"), *speed))
-            columns = ("backend", "outputs", "time", "GB/s", "of copy")
-            parts.print_table(f"{shape_text(shape)} {dtype} {direction}", columns, cells)
-            held += rows
-    figures = {"kind": kind, "rows": held, "copy_bytes_per_second": copy, "threads": threads}
-    parts.write_json(arguments.json, figures)
+            rows += _measure(problem.x, candidates, direction, copy)
+    held = {"kind": kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
+    parts.write_json(arguments.json, held)
     return 0
 
 
 def _measure(x: Array, candidates: Any, direction: str, copy: float) -> list[dict[str, Any]]:
-    """Time backends and roundings in one direction, interleaved: medians, with their quartiles."""
+    """Time backends and roundings in one direction, interleaved; print medians, return quartiles as well."""
     calls = {
         f"{' '.join(way)} {outputs}": call
         for way, made in candidates.items()
         for outputs, call in made[direction].items()
     }
     timings = timing.measure_interleaved(calls, rounds=_ROUNDS, limit=_LIMIT * len(calls))
-    rows = []
+    rows, cells = [], []
     for name, t in timings.items():
+        backend, rounding, outputs = name.split()
         speed = timing.PASSES[direction] * x.nbytes / t.median
-        row = x.shape, str(x.dtype), direction, *name.split(), t.median, (t.low, t.high), speed
-        rows.append(dict(zip(_ROW.split(), (*row, speed / copy), strict=True)))
+        times = t.median, (t.low, t.high), speed, speed / copy
+        row = x.shape, str(x.dtype), direction, *name.split(), *times
+        rows.append(dict(zip(_ROW.split(), row, strict=True)))
+        ratios = f"{speed / 1e9:.2f}", f"{speed / copy:.2f}"
+        backend += ", nearest" * (rounding == "nearest")
+        cells.append((backend, outputs, quantity(t.median, "s"), *ratios))
+    columns = ("backend", "outputs", "time", "GB/s", "of copy")
+    parts.print_table(f"{shape_text(x.shape)} {x.dtype} {direction}", columns, cells)
     return rows

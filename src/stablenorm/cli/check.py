@@ -85,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The real stream, which user code does not have; None if it was closed. The next text overwrites the line.
     stream = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
     show = partial(print, end="\x1b[K\r", file=stream, flush=True)
+    progress = lambda done, total: show(f"comparing: {done} of {total}")
     with (
         # A result that the check cannot judge: a traceback helps nobody.
         parts.refusing(Exception, what="the check cannot go on: ", named=True),
@@ -96,10 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         data, notes = _choose_data(norm, arguments)
         notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
         check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
-        options: dict[str, Any] = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
-        functions = norm.forward, norm.backward
-        options |= {"progress": lambda done, total: show(f"comparing: {done} of {total}")}
-        report = check(*functions, *data, arguments.eps, **options)
+        given = norm.forward, norm.backward, *data, arguments.eps
+        options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
+        report = check(*given, **options, progress=progress)
     show()
     held = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     held |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
@@ -113,18 +113,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
     """Return the class that is asked for, or the only one of a file without functions for it."""
-    is_named, name = arguments.forward or arguments.backward, arguments.class_
-    if name is not None and is_named:
+    functions, name = (arguments.forward, arguments.backward), arguments.class_
+    if name and any(functions):
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
     # Without a signature that can be read, or that of a norm.
     with parts.refusing(ValueError):
-        if name is None:
-            try:
-                return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
-            except parts.InputError:
-                if is_named or len(file.classes) != 1:
-                    raise
+        try:
+            if not name:
+                return adapt_functions(file, *functions, arguments.kind)
+        except parts.InputError:
+            if any(functions) or len(file.classes) != 1:
+                raise
         return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
@@ -153,7 +153,7 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
 
 def _objection(norm: Norm, data: _Data, eps: float) -> str:
     """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
-    returned = norm.forward(*data, eps)
+    returned: Any = norm.forward(*data, eps)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         msg = f"the forward must return y, cache, got {type(returned).__name__}"
         raise FaultError(msg)

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def check_memory(needed: int) -> None:
 def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
     """Return the function that reads a number and has `check` refuse it in its own words."""
 
+    # If the text is no number, argparse says so by the name of the function.
+    @wraps(kind)
     def read(text: str) -> Any:
         value = kind(text)
         try:
@@ -68,8 +70,6 @@ def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    # The name by which argparse calls it, if the text is no number.
-    read.__name__ = kind.__name__
     return read
 
 
@@ -152,9 +152,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
     table = Table(title=title, title_justify="left", title_style="bold", **look)
     for column in columns:
-        # No word is cut in two while there are spaces to break at.
-        longest = max(map(len, column.split()), default=0)
-        table.add_column(column, justify="right", overflow="fold", min_width=longest)
+        table.add_column(column, justify="right", overflow="fold")
     table.columns[0].justify = "left"
     for row in rows:
         table.add_row(*(Text(printable(cell), "bold" * (cell == "FAIL")) for cell in row))

@@ -206,15 +206,15 @@ def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str,
         all_passed &= passed
         worst, worst_plain = (errors[name].max(initial=0.0) for errors in (ours, plain))
         errors = f"{worst:.3f}", number(worst_plain), f"{wrong} of {total}"
-        about = name, shape_text(array.shape), str(array.dtype)
-        cells.append((*about, *errors, "PASS" if passed else "FAIL"))
-    columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "misrounded", "contract")
+        about = f"{shape_text(array.shape)} {array.dtype}"
+        cells.append((name, about, *errors, "PASS" if passed else "FAIL"))
+    columns = ("output", "shape, dtype", "worst ulp", "plain formula", "not nearest", "contract")
     which = "all" if len(sample) == rows else f"{len(sample)} of"
     parts.print_lines(f' Rounding "{rounding}".', bold="\nAccuracy.")
     parts.print_table("Against the exact result", columns, cells)
     parts.print_lines(
         f"Exact results for {which} {rows} rows, in integers; dgamma and dbeta are judged as "
-        "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
+        "sums over these rows. Not nearest: not the exact element rounded to nearest, ties to even. "
         "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
         f"0.5. Plain formula: the worst ulp of {'two passes' if kind == 'layer' else 'one pass'} in "
         f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}."
