@@ -92,8 +92,7 @@ def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stablenorm",
-        description="Layer normalization and its gradients, within 0.501 ulp of the exact result: "
-        "compute them, check them, and see what they cost.",
+        description="Layer normalization and its gradients, within 0.501 ulp of the exact result.",
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

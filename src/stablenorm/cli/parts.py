@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich import box, get_console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import stablenorm
@@ -150,10 +150,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     """Print rows of cells below their columns, the first one flush left."""
     # No rules between columns, which cost two of three characters of what is between the words.
     look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    table = Table(title=title, title_justify="left", title_style="bold", **look)
-    for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
-    table.columns[0].justify = "left"
+    heads = [Column(each, justify="right", overflow="fold") for each in columns]
+    heads[0].justify = "left"
+    table = Table(*heads, title=title, title_justify="left", title_style="bold", **look)
     for row in rows:
         table.add_row(*(Text(printable(cell), "bold" * (cell == "FAIL")) for cell in row))
     get_console().print(table)

@@ -21,8 +21,11 @@ one line says why.
 """
 
 import argparse
+import io
 import itertools
+from datetime import UTC, datetime
 from functools import partial
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +35,10 @@ from stablenorm.api import FUNCTIONS
 from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, read_eps
-from stablenorm.cli.page import make_page
 from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
 from stablenorm.diagnosis import diagnose
 from stablenorm.diagnosis.results import lines_of
+from stablenorm.figures import COLORS, new_figure
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.testing.plain import plain_backward, plain_forward
@@ -133,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts.print_lines("A CHECK FAILED." if failed else ending)
     if page:
         title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
-        write_whole(page, lambda file: file.write(make_page(title, errors)))
+        write_whole(page, lambda file: file.write(_make_page(title, errors)))
         parts.print_lines(f"The page: {page.as_uri()}")
     return parts.EXIT_FAILED if failed else 0
 
@@ -268,8 +271,7 @@ def _tell_cost(problem: Problem) -> None:
         per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
         counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
     kept = [(k, quantity(size, "B")) for k, size in count_kept((rows, n), dtype, kind).items()]
-    said = " Flops and bytes of three programs that do the same algebra, by formulas."
-    parts.print_lines(said, bold="\nCost.")
+    parts.print_lines(" Three programs of the same algebra, counted by formulas.", bold="\nCost.")
     columns = ("program", "flops per element", "bytes moved per element", "held")
     parts.print_table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted)
     parts.print_table("Kept from forward to backward, beside x", ("what", "bytes"), kept)
@@ -289,3 +291,66 @@ def _compare_digests() -> int:
     verdict = f"{differ} LINES DIFFER from those published." if differ else "All are as published."
     parts.print_lines(verdict)
     return parts.EXIT_FAILED if differ else 0
+
+
+# ---- the page of --html: a picture of the errors above what the terminal shows ----
+
+# Colors are the browser's own, light or dark as the reader's system is. Nothing is fetched, no script runs.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }}
+body {{ max-width: 60rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }}
+svg {{ width: 100%; height: auto; fill: currentColor; }}
+pre {{ font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{origin}</p>
+<figure>
+{picture}
+<figcaption>The share of elements whose error is at least as large as the horizontal axis says. Where a
+line ends above the lowest share, the rest are NaN or infinite and should not be.</figcaption>
+</figure>
+<pre>{shown}</pre>
+</body>
+</html>
+"""
+
+
+def _make_page(title: str, errors: dict[str, Any]) -> bytes:
+    """Return the page. Everything is escaped, so that nothing in a file is markup."""
+    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by stablenorm run --html: "
+    made += ", ".join(f"{what} {which}" for what, which in parts.origin().items())
+    shown = get_console().export_html(code_format="{code}", inline_styles=True)
+    text = {"title": escape(printable(title)), "origin": escape(made), "shown": shown}
+    return _PAGE.format(picture=_draw_errors(errors), **text).encode()
+
+
+def _draw_errors(errors: dict[str, Any]) -> str:
+    """Draw, for each output, the share of elements with at least a given error: ours and the plain formula's."""
+    shares, lines = np.geomspace(1e-5, 1, 400), -(-len(errors) // 2)
+    looks = ("stablenorm", COLORS[0], "-"), ("plain formula", COLORS[1], "--")
+    figure = new_figure(10, 3.2 * lines)
+    for place, (name, both) in enumerate(errors.items(), 1):
+        axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log")
+        for error, (what, color, style) in zip(both, looks, strict=True):
+            at = np.quantile(np.nan_to_num(error, nan=np.inf), 1 - shares, method="higher")
+            axes.plot(at, 100 * shares, style, color=color, lw=2, label=what)
+        axes.axvline(0.5, color="black", lw=1, ls=":", label="0.5 ulp")
+        # Below 0.001 ulp an element counts as exact; a logarithmic axis must start somewhere.
+        axes.set(xlim=(1e-3, None), xlabel="error, ulp", ylabel="elements, %")
+        axes.grid(alpha=0.3)
+    entries = axes.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
+    # Black is what the page writes with.
+    svg = file.getvalue().replace("#000000", "currentColor")
+    return svg[svg.index("<svg") :]

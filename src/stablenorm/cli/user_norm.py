@@ -124,15 +124,13 @@ class UserFile:
 
 
 class Norm(NamedTuple):
-    """Two functions in the form that the check takes."""
+    """Two functions in the form that the check takes; a signature for the reader, a name that tells the kind."""
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[[Array, Any], tuple[Any, ...]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
-    # How both are called, for the reader.
     signature: str
-    # The name that tells the kind of the norm.
     name: str
 
 
