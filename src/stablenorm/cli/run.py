@@ -228,9 +228,8 @@ def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str,
 def _tell_losses(problem: Problem) -> None:
     """Tell how many bits common methods lose, and on which rows, as `stablenorm diagnose` does."""
     found = diagnose(problem.x, problem.eps, top=6, kind=problem.kind)
-    parts.print_lines(
-        "", *lines_of(found, get_console().width), bold="\nWhere others would lose digits."
-    )
+    lines = lines_of(found, get_console().width)
+    parts.print_lines("", *lines, bold="\nWhere others would lose digits.")
     parts.print_lines(
         f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
@@ -341,10 +340,11 @@ def _draw_errors(errors: dict[str, Any]) -> str:
     for place, (name, both) in enumerate(errors.items(), 1):
         axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log")
         for error, (what, color, style) in zip(both, looks, strict=True):
-            at = np.quantile(np.nan_to_num(error, nan=np.inf), 1 - shares, method="higher")
+            # From 0.001 ulp on, below which an element counts as exact: the axis is logarithmic.
+            known = np.nan_to_num(error, nan=np.inf, posinf=np.inf).clip(1e-3)
+            at = np.quantile(known, 1 - shares, method="higher")
             axes.plot(at, 100 * shares, style, color=color, lw=2, label=what)
         axes.axvline(0.5, color="black", lw=1, ls=":", label="0.5 ulp")
-        # Below 0.001 ulp an element counts as exact; a logarithmic axis must start somewhere.
         axes.set(xlim=(1e-3, None), xlabel="error, ulp", ylabel="elements, %")
         axes.grid(alpha=0.3)
     entries = axes.get_legend_handles_labels()
