@@ -305,7 +305,7 @@ _PAGE = """<!DOCTYPE html>
 <style>
 :root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }}
 body {{ max-width: 60rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }}
-svg {{ width: 100%; height: auto; fill: currentColor; }}
+figure, svg {{ width: 90vw; max-width: 58rem; height: auto; margin: 0; fill: currentColor; }}
 pre {{ font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }}
 </style>
 </head>
