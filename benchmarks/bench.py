@@ -22,8 +22,9 @@ from page import DOCS, HERE, ROOT, keep, origin, put
 from peers import load_peers
 from speed_page import page, readme_block, speed_lines
 
+from stablenorm import set_num_threads
 from stablenorm.memory import set_idle_limit
-from stablenorm.timing import Timing, measure_copy, use_threads
+from stablenorm.timing import Timing, measure_copy
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 THREADS = 2
@@ -39,7 +40,7 @@ JEMALLOC = (
 
 def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
     """Measure the cases of this malloc; what is known of the run, and its results."""
-    use_threads(THREADS)
+    set_num_threads(THREADS)
     peers, missing = load_peers(PEERS, THREADS)
     machine = measure_copy(THREADS)
     results: list[Result] = []

@@ -17,7 +17,7 @@ from cases import BEYOND, IN_CACHE
 from page import DOCS, ROOT, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
-from stablenorm.timing import make_problem, use_threads
+from stablenorm.timing import make_problem
 
 THREADS = 2
 # 64k elements of a sample are 10 us of work.
@@ -177,7 +177,7 @@ def deviations() -> Iterator[Way]:
 
 def measure() -> dict[str, Any]:
     """Time all ways in turns: what, where, and seconds of the call, the plain one, and the way around."""
-    use_threads(THREADS)
+    sn.set_num_threads(THREADS)
     found = []
     pairs = (way for shape in IN_CACHE[2:] + BEYOND for way in residual(shape))
     for what, *calls, where in chain(pairs, keywords(), deviations()):

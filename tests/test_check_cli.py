@@ -263,6 +263,14 @@ def test_what_was_assumed_is_said(style, options, words, capsys):
     assert (refused in out) == ("rows only" in style)
 
 
+def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["check", write(CORE + USUAL)]) == 0
+    err = capsys.readouterr().err
+    assert "\x1b[K\rcomparing: 3 of " in err
+    assert err.endswith("comparing: 64 of 64\x1b[K\r\x1b[K\r")
+
+
 def test_a_file_that_closes_the_streams_is_judged_all_the_same():
     """Those that Python has, and those that the system has."""
     closing = "import os, sys\nfor s in sys.stdin, sys.stdout, sys.__stdout__: s.close()\n"

@@ -11,7 +11,7 @@ import pytest
 
 import stablenorm.cli.run as job
 from stablenorm import layer_norm, layer_norm_forward
-from stablenorm.cli import main, parts
+from stablenorm.cli import main
 from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -32,7 +32,7 @@ def test_bundled_data_passes(kind, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert out.endswith("All checks passed.")
     assert f"check_{kind}_norm in float64" in out
-    assert (", RMS norm;" in out, "sum(dx) = 0" in out) == (kind == "rms", kind == "layer")
+    assert (", RMS norm;" in out, "E[x^2]" in out) == (kind == "rms", kind == "layer")
 
 
 SWAPPED = X.astype(X.dtype.newbyteorder())
@@ -55,14 +55,6 @@ def test_right_results_of_unusual_data_are_no_failure(arrays, words, tmp_path, c
     assert main(["run", save(tmp_path, **arrays)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [each for each in words.split("|") if each not in out] == []
-
-
-def test_a_terminal_shows_how_far_run_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(parts, "_is_terminal", lambda stream: stream is sys.stderr)
-    assert main(["run", save(tmp_path, x=X)]) == 0
-    err = capsys.readouterr().err
-    assert "\rsections: 3 of 4\x1b[K" in err
-    assert err.endswith("\r\x1b[K")
 
 
 def test_without_a_command_the_help_is_shown(capsys):
@@ -150,7 +142,7 @@ def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     path = save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)
     assert main(["run", path, "--html", "page.html"]) == 1
     assert "A CHECK FAILED." in capsys.readouterr().out
-    assert 'class="fail"' in Path("page.html").read_text("utf8")
+    assert re.search(r'bold">\s*FAIL\b', Path("page.html").read_text("utf8"))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +162,8 @@ def test_what_is_misrounded_is_counted_and_fails_nearest(
     path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
     assert main(["run", path, "--rounding", rounding]) == (rounding == "nearest" and not kept)
     shown = " ".join(capsys.readouterr().out.split())
-    words = f'Rounding "{rounding}". Misrounded: {int(not kept)} of {case.x.size} elements of y,'
-    assert words in shown
+    assert f'Rounding "{rounding}".' in shown
+    assert re.search(rf" y [^P]* {int(not kept)} of {case.x.size} (PASS|FAIL)", shown)
     assert ("A CHECK FAILED" in shown) == (rounding == "nearest" and not kept)
 
 

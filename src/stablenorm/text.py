@@ -1,42 +1,18 @@
-"""Text of all reports: sections, tables, numbers, lines of a width, plain data, JSON."""
+"""Text of all reports: numbers, lines of a width, plain data, JSON."""
 
 import json
 import math
 import os
-import re
 import secrets
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_TIMES = "\N{MULTIPLICATION SIGN}"
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-class Table(NamedTuple):
-    """Rows of cells below their columns."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class Section(NamedTuple):
-    """One part of what is told; `notes` say how the numbers were obtained."""
-
-    heading: str
-    text: str
-    tables: Sequence[Table] = ()
-    notes: str = ""
-    verdict: str = "PASS"
-    # For the page alone: a sentence, and the errors to draw, ours and those of the plain formula by output.
-    abstract: str = ""
-    errors: Mapping[str, Any] = {}
 
 
 def number(value: float) -> str:
@@ -53,18 +29,6 @@ def quantity(value: float, unit: str) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """Write a shape as a product; that of a number, which has no axes, as "()"."""
     return " x ".join(map(str, shape)) or "()"
-
-
-def prose(text: str) -> str:
-    """Set the numbers of a text as printers do: 2e-05 with a power of ten, -1 with a minus sign."""
-
-    def power(found: re.Match[str]) -> str:
-        times = "" if found[1] == "1" else f"{found[1]} {_TIMES} "
-        return f"{times}10{str(int(found[2])).translate(_SUPERSCRIPTS)}"
-
-    text = re.sub(r"\b(\d[\d.]*)e\+?(-?\d+)\b", power, text)
-    text = re.sub(r" x (?=\d)", f" {_TIMES} ", text)
-    return re.sub(r"(?<![^\s>(])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

@@ -19,7 +19,6 @@ import numpy as np
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.formats import parse
-from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Array, Gradients, Rounding
 
 Call = Callable[[], Any]
@@ -165,9 +164,3 @@ def usable_backends() -> list[str]:
         with contextlib.suppress(ImportError):
             found.append(choose(name))
     return found
-
-
-def use_threads(threads: int | None) -> int:
-    """Set how many threads a call may use, if asked to; return how many it may."""
-    set_num_threads(threads or get_num_threads())
-    return get_num_threads()

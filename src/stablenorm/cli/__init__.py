@@ -3,10 +3,13 @@
 import argparse
 import importlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
+
+import rich
 
 import stablenorm
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
@@ -39,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
+        # Where no terminal shows them, lines are left as they are.
+        width = shutil.get_terminal_size((10_000, 1)).columns
+        rich.reconfigure(width=width, record=True)
         with warnings.catch_warnings():
             # In a line, as everything else that is not a result; the place in our code helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
@@ -58,8 +64,8 @@ def _answer(error: BaseException) -> int:
     """Return the exit status of a command that this ended, and say in a line why."""
     match error:
         case SystemExit():
-            # After --help and --version.
-            return int(error.code or 0)
+            # After --help and --version, without a status; or Rich met a closed pipe.
+            return EXIT_PIPE if error.code else 0
         case BrokenPipeError():
             return EXIT_PIPE
         case KeyboardInterrupt():
@@ -86,24 +92,22 @@ def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stablenorm",
-        description="Layer normalization and its gradients, within 0.501 ulp of the exact result: "
-        "compute them, check them, and see what they cost.",
+        description="Layer normalization and its gradients, within 0.501 ulp of the exact result.",
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in names:
         module = importlib.import_module(f"stablenorm.cli.{name}")
-        summary, _, more = str(module.__doc__).strip().partition("\n\n")
-        about, _, examples = more.partition("\n\n")
+        summary, about, examples = str(module.__doc__).strip().split("\n\n", 2)
         command = commands.add_parser(
             name,
             help=summary[:1].lower() + summary[1:-1],
-            description=about,
+            description=f"{summary}\n\n{about}",
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(job=module.run)
         for option, given in module.OPTIONS.items():
             about, changes = (given, {}) if isinstance(given, str) else given
-            command.add_argument(option, help=about, **TABLE[option] | changes)
+            command.add_argument(option, help=about, **TABLE.get(option, {}) | changes)
     return parser

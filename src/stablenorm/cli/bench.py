@@ -1,9 +1,7 @@
 """
 Time forward and backward on your shapes, beside a copy of memory.
 
-Time the forward and the backward of every backend on your shapes, in turn,
-and say what fraction of the speed of a copy they reach. The last axis is
-normalized.
+The backends take turns. The last axis is normalized.
 
 examples:
   stablenorm bench                                       one shape, float32
@@ -27,14 +25,15 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 import argparse
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stablenorm import timing
 from stablenorm.backends import choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
-from stablenorm.text import Table, quantity, shape_text
+from stablenorm.text import quantity, shape_text
+from stablenorm.threads import get_num_threads, set_num_threads
+from stablenorm.types import Array
 
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
@@ -57,57 +56,50 @@ OPTIONS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm bench` is asked."""
-    shapes = list(map(tuple, arguments.shape or [(32, 512, 768)]))
-    dtypes = arguments.dtype or ["float32"]
+    shapes, dtypes = arguments.shape or [[32, 512, 768]], arguments.dtype or ["float32"]
     cases = list(itertools.product(shapes, dtypes))
     for shape, dtype in cases:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
         parts.check_memory(7 * math.prod(shape) * parse(dtype).itemsize)
-    # A backend that is named twice is one backend.
-    backends = dict.fromkeys(map(choose, arguments.backend or timing.usable_backends()))
-    ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
-    threads = timing.use_threads(arguments.threads)
-    rows: list[dict[str, Any]] = []
-    with parts.progress_bar("copy") as progress:
-        progress(0, 1 + len(cases))
-        copy = timing.measure_copy(threads)
-        for done, (shape, dtype) in enumerate(cases, 1):
-            progress(done, 1 + len(cases), f"{shape_text(shape)} {dtype}")
-            rows += _measure(timing.make_problem(shape, dtype), ways, copy, arguments.kind)
-    held = {"kind": arguments.kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
-    parts.write_json(arguments.json, held)
-    cells, above = list[tuple[str, ...]](), ""
-    for row in rows:
-        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
-        # A blank line between the parts.
-        cells += [("",)] * (above not in ("", about))
-        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
-        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
-        time = quantity(row["seconds"], "s")
-        cells.append((about * (about != above), backend, row["outputs"], time, *speed))
-        above = about
-    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
-    parts.print_table(Table("Medians of interleaved calls", columns, cells))
+    backends = list(map(choose, arguments.backend or timing.usable_backends()))
+    set_num_threads(arguments.threads or get_num_threads())
+    threads, kind = get_num_threads(), arguments.kind
+    copy = timing.measure_copy(threads)
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
+    rows = list[dict[str, Any]]()
+    for shape, dtype in cases:
+        problem = timing.make_problem(shape, dtype)
+        candidates = {
+            (backend, rounding): timing.make_candidates(problem, backend, rounding, kind)
+            for backend in backends
+            for rounding in arguments.rounding or ["fast"]
+        }
+        for direction in timing.PASSES:
+            rows += _measure(problem.x, candidates, direction, copy)
+    held = {"kind": kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
+    parts.write_json(arguments.json, held)
     return 0
 
 
-def _measure(
-    problem: timing.Problem, ways: Sequence[tuple[str, str]], copy: float, kind: str
-) -> Iterator[dict[str, Any]]:
-    """Time backends and roundings on one problem, interleaved: medians, with their quartiles."""
-    x, candidates = problem.x, {way: timing.make_candidates(problem, *way, kind) for way in ways}
-    for direction, arrays in timing.PASSES.items():
-        calls = {
-            f"{' '.join(way)} {outputs}": call
-            for way in ways
-            for outputs, call in candidates[way][direction].items()
-        }
-        timings = timing.measure_interleaved(
-            calls, rounds=_ROUNDS, least=1, limit=_LIMIT * len(calls)
-        )
-        for name, t in timings.items():
-            speed = arrays * x.nbytes / t.median
-            row = x.shape, str(x.dtype), direction, *name.split(), t.median, (t.low, t.high), speed
-            yield dict(zip(_ROW.split(), (*row, speed / copy), strict=True))
+def _measure(x: Array, candidates: Any, direction: str, copy: float) -> list[dict[str, Any]]:
+    """Time backends and roundings in one direction, interleaved; print medians, return quartiles as well."""
+    calls = {
+        f"{' '.join(way)} {outputs}": call
+        for way, made in candidates.items()
+        for outputs, call in made[direction].items()
+    }
+    timings = timing.measure_interleaved(calls, rounds=_ROUNDS, limit=_LIMIT * len(calls))
+    rows, cells = [], []
+    for name, t in timings.items():
+        backend, rounding, outputs = name.split()
+        speed = timing.PASSES[direction] * x.nbytes / t.median
+        times = t.median, (t.low, t.high), speed, speed / copy
+        row = x.shape, str(x.dtype), direction, *name.split(), *times
+        rows.append(dict(zip(_ROW.split(), row, strict=True)))
+        ratios = f"{speed / 1e9:.2f}", f"{speed / copy:.2f}"
+        backend += ", nearest" * (rounding == "nearest")
+        cells.append((backend, outputs, quantity(t.median, "s"), *ratios))
+    columns = ("backend", "outputs", "time", "GB/s", "of copy")
+    parts.print_table(f"{shape_text(x.shape)} {x.dtype} {direction}", columns, cells)
+    return rows

@@ -1,9 +1,8 @@
 """
-Check a layer or RMS norm that you have written: runs your file, names common mistakes.
+Check a layer or RMS norm of yours: runs your file, names common mistakes.
 
-Run a Python file of yours and check the norm in it: its gradients against
-finite differences and a closed form, its behavior on hard inputs. The report
-names common mistakes, and the smallest error that would have been seen.
+Gradients are compared with finite differences and a closed form, also on hard
+inputs. The report says which is the smallest error that it would have seen.
 
 examples:
   stablenorm check mine.py
@@ -38,8 +37,12 @@ verdict.
 """
 
 import argparse
+import io
 import math
+import sys
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -79,11 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
     parts.check_memory(8 * math.prod(arguments.shape or ()) * parse(arguments.dtype).itemsize)
+    # The real stream, which user code does not have; None if it was closed. The next text overwrites the line.
+    stream = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
+    show = partial(print, end="\x1b[K\r", file=stream, flush=True)
+    progress = lambda done, total: show(f"comparing: {done} of {total}")
     with (
         # A result that the check cannot judge: a traceback helps nobody.
         parts.refusing(Exception, what="the check cannot go on: ", named=True),
         parts.refusing(FaultError),
-        parts.progress_bar("comparing") as progress,
         running(arguments.file) as file,
     ):
         norm = _adapt(file, arguments)
@@ -91,9 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
         data, notes = _choose_data(norm, arguments)
         notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
         check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
+        given = norm.forward, norm.backward, *data, arguments.eps
         options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
-        functions = norm.forward, norm.backward
-        report = check(*functions, *data, arguments.eps, **options, progress=progress)
+        report = check(*given, **options, progress=progress)
+    show()
     held = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     held |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
     parts.write_json(arguments.json, held | {"report": report.as_dict()})
@@ -106,18 +113,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
     """Return the class that is asked for, or the only one of a file without functions for it."""
-    is_named, name = arguments.forward or arguments.backward, arguments.class_
-    if name is not None and is_named:
+    functions, name = (arguments.forward, arguments.backward), arguments.class_
+    if name and any(functions):
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
     # Without a signature that can be read, or that of a norm.
     with parts.refusing(ValueError):
-        if name is None:
-            try:
-                return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
-            except parts.InputError:
-                if is_named or len(file.classes) != 1:
-                    raise
+        try:
+            if not name:
+                return adapt_functions(file, *functions, arguments.kind)
+        except parts.InputError:
+            if any(functions) or len(file.classes) != 1:
+                raise
         return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
@@ -146,7 +153,11 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
 
 def _objection(norm: Norm, data: _Data, eps: float) -> str:
     """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
-    y, cache = norm.forward(*data, eps)
+    returned: Any = norm.forward(*data, eps)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        msg = f"the forward must return y, cache, got {type(returned).__name__}"
+        raise FaultError(msg)
+    y, cache = returned
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
     except FaultError as fault:

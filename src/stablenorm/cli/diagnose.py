@@ -1,8 +1,7 @@
 """
 Say what a layer norm would lose on the data in a file, and on which rows.
 
-Say how well conditioned the layer norm of an array in a file is, how many
-bits of y each common method loses, and which rows are the worst.
+Shown: how well conditioned it is, and the bits of y that common methods lose.
 
 examples:
   stablenorm diagnose                         the bundled data
@@ -23,6 +22,8 @@ exit status: 0 done; 2 the file cannot be read, or it holds several arrays and
 """
 
 import argparse
+
+from rich import get_console
 
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, choose, list_members, read_eps
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     diagnosis.to_json(arguments.json)
     ending = str(arguments.plot)[-3:].lower()
     write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
-    first, *others = lines_of(diagnosis, parts.columns())
+    first, *others = lines_of(diagnosis, get_console().width)
     axes = ", ".join(map(str, diagnosis.axis))
     parts.print_lines(f"{member.label}: {member.like.dtype}, axis {axes}")
     parts.print_lines("", *others, bold=first)

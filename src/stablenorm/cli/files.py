@@ -13,7 +13,7 @@ import numpy as np
 
 from stablenorm.cli.parts import InputError, check_file, check_memory, print_table, refusing
 from stablenorm.formats import check_dtype
-from stablenorm.text import Table, printable, quantity, shape_text
+from stablenorm.text import printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
 # The bundled data: the input of a layer norm of a real model.
@@ -74,7 +74,7 @@ def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
         (printable(name, ""), shape_text(a.shape), str(a.dtype), quantity(a.nbytes, "B"))
         for name, (_, a, _) in members.items()
     ]
-    print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
+    print_table("Arrays", ("member", "shape", "dtype", "size"), rows)
     given = f", got {name}" if name else ""
     msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{given}"
     raise InputError(msg)

@@ -1,38 +1,28 @@
-"""Parts of all commands: options and their checks, errors in a line, files, tables, progress."""
+"""Parts of all commands: options and their checks, errors in a line, files, tables."""
 
 import argparse
 import importlib.util
-import io
 import os
 import platform
-import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
+from rich import box, get_console
+from rich.table import Column, Table
 from rich.text import Text
 
 import stablenorm
-from stablenorm import text
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import Table
+from stablenorm.text import plain, printable, to_json, wrapped
 from stablenorm.timing import ROUNDINGS
 from stablenorm.types import check_count, check_eps
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 3, 130, 141
-
-# Modules that an option needs, of the extra `plot`.
-_NEEDED = {"--plot": ("matplotlib",), "--html": ("jinja2", "matplotlib")}
-# Columns of what no terminal shows: lines are left as they are.
-_UNBROKEN = 10_000
 
 
 class InputError(Exception):
@@ -71,6 +61,8 @@ def check_memory(needed: int) -> None:
 def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
     """Return the function that reads a number and has `check` refuse it in its own words."""
 
+    # If the text is no number, argparse says so by the name of the function.
+    @wraps(kind)
     def read(text: str) -> Any:
         value = kind(text)
         try:
@@ -78,8 +70,6 @@ def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    # The name by which argparse calls it, if the text is no number.
-    read.__name__ = kind.__name__
     return read
 
 
@@ -95,15 +85,15 @@ def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
         """Refuse a file that could not be written or drawn, before any work is done for it."""
         # The user's code, if any is run, may change the directory.
         path = Path(text).absolute()
-        missing = [each for each in _NEEDED.get(name, ()) if importlib.util.find_spec(each) is None]
+        is_drawn = name in ("--html", "--plot")
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
         elif path.is_dir():
             msg = f"{name} must be a new name, got the directory {text}; remove it first"
         elif not os.access(path.parent, os.W_OK):
             msg = f"{name} must be a file in an existing, writable directory, got {text}"
-        elif missing:
-            msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"'
+        elif is_drawn and importlib.util.find_spec("matplotlib") is None:
+            msg = f'{name} needs matplotlib: pip install "stablenorm[plot]"'
         else:
             return path
         raise InputError(msg)
@@ -115,11 +105,8 @@ _COUNT, _SIZE = (_number(int, partial(check_count, "the number", least=n)) for n
 # Options by name, as argparse takes them; a command adds the help.
 TABLE: dict[str, dict[str, Any]] = {
     "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
-    "--forward": {"metavar": "NAME"},
-    "--backward": {"metavar": "NAME"},
     "--class": {"metavar": "NAME", "dest": "class_"},
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
-    "--member": {"metavar": "NAME"},
     "--axis": {"nargs": "+", "type": axis, "default": [-1], "metavar": "K"},
     "--shape": {"nargs": "+", "type": _SIZE, "metavar": "N"},
     "--dtype": {"choices": DTYPES},
@@ -138,59 +125,34 @@ TABLE: dict[str, dict[str, Any]] = {
 }
 
 
-def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write figures as JSON, with what they were measured on, if they were asked for."""
+def origin() -> dict[str, Any]:
+    """Return the versions and the machine that figures were made with."""
     versions = {"stablenorm": stablenorm.__version__, "numpy": np.__version__}
     machine = {"python": platform.python_version(), "machine": platform.machine()}
-    origin = {**versions, **machine, "cpus": os.cpu_count()}
-    text.to_json(text.plain(origin | content), path)
+    return {**versions, **machine, "cpus": os.cpu_count()}
 
 
-def columns() -> int:
-    """Return the width of the terminal; very wide where the output goes to a file or a pipe."""
-    return shutil.get_terminal_size((_UNBROKEN, 1)).columns
-
-
-def _is_terminal(stream: Any) -> bool:
-    # None where the stream was closed before Python began.
-    return stream is not None and stream.isatty()
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write figures as JSON, with their origin, if they were asked for."""
+    to_json(plain(origin() | content), path)
 
 
 def print_lines(*lines: str, bold: str = "") -> None:
     """Print plain text, a paragraph per line; no word is broken: an address could not be clicked."""
-    bold = text.printable(bold)
-    paragraphs = (bold + text.printable("\n".join(lines))).split("\n")
-    shown = "\n".join("\n".join(text.wrapped(each, columns())) for each in paragraphs)
-    if bold and _is_terminal(sys.stdout) and "NO_COLOR" not in os.environ:
-        shown = shown.replace(bold, f"\x1b[1m{bold}\x1b[0m", 1)
-    print(shown)
+    console, bold = get_console(), printable(bold)
+    paragraphs = (bold + printable("\n".join(lines))).split("\n")
+    shown = Text("\n".join("\n".join(wrapped(each, console.width)) for each in paragraphs))
+    shown.stylize("bold", 0, len(bold))
+    console.print(shown, soft_wrap=True)
 
 
-def print_table(table: Table) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of cells below their columns, the first one flush left."""
     # No rules between columns, which cost two of three characters of what is between the words.
     look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    printed = RichTable(title=table.title, title_justify="left", title_style="bold", **look)
-    for column in table.columns:
-        # No word is cut in two while there are spaces to break at.
-        longest = max(map(len, column.split()), default=0)
-        printed.add_column(column, justify="right", overflow="fold", min_width=longest)
-    printed.columns[0].justify = "left"
-    for row in table.rows:
-        printed.add_row(*(Text(text.printable(cell)) for cell in row))
-    # Printed here: Rich itself ends the process with 1, a failed check's status, if a pipe is closed.
-    shown = io.StringIO()
-    Console(file=shown, width=columns(), force_terminal=_is_terminal(sys.stdout)).print(printed)
-    print(shown.getvalue(), end="")
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[..., None]]:
-    """Give ``progress(done, total, what)``, which a line on a terminal shows until the end."""
-    # Bound to the real stream: a user's functions have theirs muted while they run.
-    stream = sys.stderr if _is_terminal(sys.stderr) else io.StringIO()
-    show = partial(print, end="\x1b[K", file=stream, flush=True)
-    try:
-        yield lambda done, total, what=what: show(f"\r{what}: {done} of {total}")
-    finally:
-        show("\r")
+    heads = [Column(each, justify="right", overflow="fold") for each in columns]
+    heads[0].justify = "left"
+    table = Table(*heads, title=title, title_justify="left", title_style="bold", **look)
+    for row in rows:
+        table.add_row(*(Text(printable(cell), "bold" * (cell == "FAIL")) for cell in row))
+    get_console().print(table)

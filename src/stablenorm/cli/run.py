@@ -1,10 +1,9 @@
 """
 Compute y, dx, dgamma and dbeta of the arrays in a file, and check them.
 
-Compute y, dx, dgamma and dbeta, and check them against the exact result,
-against finite differences and a closed form. The error of the usual two-pass
-formula on the same data is shown beside ours, what other methods would lose,
-and what the norm costs. x is normalized over its last axis.
+They are checked against the exact result, finite differences and a closed
+form. Shown as well: the error of the usual two-pass formula, what other
+methods would lose, what the norm costs. x is normalized over its last axis.
 
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
@@ -22,24 +21,28 @@ one line says why.
 """
 
 import argparse
+import io
 import itertools
+from datetime import UTC, datetime
 from functools import partial
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich import get_console
 
 from stablenorm.api import FUNCTIONS
-from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, read_eps
-from stablenorm.cli.page import make_page
 from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
 from stablenorm.diagnosis import diagnose
-from stablenorm.diagnosis.results import method_rows, sentences
+from stablenorm.diagnosis.results import lines_of
+from stablenorm.figures import COLORS, new_figure
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.text import Section, Table, number, printable, quantity, shape_text, write_whole
+from stablenorm.text import number, printable, quantity, shape_text, write_whole
 from stablenorm.types import Array
 
 OPTIONS = {
@@ -50,7 +53,7 @@ OPTIONS = {
     "--rounding": "nearest: every element correctly rounded, or the check fails; default: fast",
     "--seed": "of a random dy, if the file has none; default: 0",
     "--out": "write y, dx, dgamma and dbeta to this file",
-    "--html": "write the same on a page, with pictures, for a browser",
+    "--html": "write the same on a page, with a picture, for a browser",
     "--digests": "compare digests of correctly rounded results with those published; nothing else",
 }
 
@@ -80,15 +83,15 @@ class Problem(NamedTuple):
     x: Array
     gamma: Array | None
     beta: Array | None
-    dy: Array
     eps: float
+    dy: Array
     rounding: str
     kind: str
 
     def compute(self) -> _Results:
         """Return all results that there are."""
         forward, backward, *_ = NORMS[self.kind]
-        y, cache = forward(*self[:3], self.eps, rounding=self.rounding)
+        y, cache = forward(*self[:4], rounding=self.rounding)
         return _named(y, *backward(self.dy, cache))
 
     def sample(self, elements: int) -> tuple["Problem", Array]:
@@ -121,31 +124,21 @@ def run(arguments: argparse.Namespace) -> int:
     if msg := _objection(problem):
         raise parts.InputError(msg)
     write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    sections = list[Section]()
-    with parts.progress_bar("sections") as progress:
-        for tell in (_accuracy, _losses, _gradients, _cost):
-            progress(len(sections), 4)
-            sections.append(tell(problem, results))
-    verdicts = [section.verdict for section in sections]
-    verdict = "A CHECK FAILED." if "FAIL" in verdicts else "All checks passed."
-    verdict = "No check failed." if set(verdicts) == {"PASS", "INCONCLUSIVE"} else verdict
     x, kind = problem.x, ", RMS norm" * (problem.kind == "rms")
     about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {origin}"
+    parts.print_lines(f": {about}", bold=source)
+    passed, errors = _tell_accuracy(problem, results)
+    _tell_losses(problem)
+    verdict = _tell_gradients(problem, results)
+    _tell_cost(problem)
+    failed = not passed or verdict == "FAIL"
+    ending = "All checks passed." if verdict == "PASS" else "No check failed."
+    parts.print_lines("A CHECK FAILED." if failed else ending)
     if page:
         title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
-        content = make_page(title, about, verdict, sections)
-        write_whole(page, lambda file: file.write(content))
-    parts.print_lines(f": {about}", bold=source)
-    for table in itertools.chain.from_iterable(section.tables for section in sections):
-        parts.print_table(table)
-    # How the numbers were obtained is below all of them.
-    for section in sections:
-        notes = section.notes and f"\n{section.notes}"
-        parts.print_lines(f" {section.text}{notes}", bold=f"{section.heading}.")
-    parts.print_lines(verdict)
-    if page:
+        write_whole(page, lambda file: file.write(_make_page(title, errors)))
         parts.print_lines(f"The page: {page.as_uri()}")
-    return parts.EXIT_FAILED if "FAIL" in verdicts else 0
+    return parts.EXIT_FAILED if failed else 0
 
 
 def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
@@ -173,13 +166,14 @@ def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
     if unknown := sorted(members.keys() - {"x", "eps", *shapes}):
         origin += f"; not used: {', '.join(unknown)}"
     eps = read_eps(members, arguments.eps)
-    return Problem(x, gamma, beta, dy, eps, arguments.rounding, arguments.kind), origin
+    return Problem(x, gamma, beta, eps, dy, arguments.rounding, arguments.kind), origin
 
 
 def _objection(problem: Problem) -> str:
     """Say why there is no exact result: NaN, infinity, no rows, 0/0; empty if there is one."""
     x = problem.x
-    for name, array in zip(Problem._fields, problem[:4], strict=False):
+    for name in ("x", "gamma", "beta", "dy"):
+        array = getattr(problem, name)
         if array is not None and not np.isfinite(array).all():
             where = np.argwhere(~np.isfinite(array))[0]
             value = f"{array[tuple(where)]} at {where.tolist()}"
@@ -195,104 +189,78 @@ def _objection(problem: Problem) -> str:
     return ""
 
 
-def _accuracy(problem: Problem, results: _Results) -> Section:
-    """Tell how far the outputs, and those of the plain formula, are from the exact result."""
+def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str, Any]]:
+    """Tell how far the outputs are from the exact result; return whether as promised, and the errors to draw."""
     part, sample = problem.sample(_ORACLE_ELEMENTS)
-    x, gamma, beta, dy, eps, rounding, kind = part
-    rows = problem.x.size // x.shape[1]
+    *inputs, rounding, kind = part
+    rows = problem.x.size // part.x.shape[1]
     # dgamma and dbeta are sums over all rows, so a sample of rows has sums of its own.
     judged = results if len(sample) == rows else part.compute()
     judged = judged | {name: results[name].reshape(rows, -1)[sample] for name in ("y", "dx")}
-    exact = NORMS[kind][2](x, gamma, beta, eps, dy)
+    exact = NORMS[kind][2](*inputs)
     contract, ours = exact.check_contract(**judged), exact.ulp_errors(**judged)
-    y, cache = plain_forward(x, gamma, beta, eps, kind)
-    plain = _named(y, *plain_backward(dy, cache, kind))
+    y, cache = plain_forward(*part[:4], kind)
+    plain = _named(y, *plain_backward(part.dy, cache, kind))
     plain = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
-    cells, misrounded, verdicts = [], [], []
+    cells, all_passed = [], True
     for name, array in results.items():
         wrong, total = round(contract[name].misrounded * ours[name].size), ours[name].size
         passed = contract[name].passed and (rounding == "fast" or not wrong)
-        verdicts.append("PASS" if passed else "FAIL")
+        all_passed &= passed
         worst, worst_plain = (errors[name].max(initial=0.0) for errors in (ours, plain))
-        errors = f"{worst:.3f}", number(worst_plain)
-        cells.append((name, shape_text(array.shape), str(array.dtype), *errors, verdicts[-1]))
-        elements = "elements " * (name == "y")
-        misrounded.append(f"{wrong:,} of {total:,} {elements}of {name}".replace(",", " "))
-    columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
+        errors = f"{worst:.3f}", number(worst_plain), f"{wrong} of {total}"
+        about = f"{shape_text(array.shape)} {array.dtype}"
+        cells.append((name, about, *errors, "PASS" if passed else "FAIL"))
+    columns = ("output", "shape, dtype", "worst ulp", "plain formula", "not nearest", "contract")
     which = "all" if len(sample) == rows else f"{len(sample)} of"
-    return Section(
-        "Accuracy",
-        f'Rounding "{rounding}". Misrounded: {", ".join(misrounded)}.',
-        (Table("Against the exact result", columns, cells),),
+    parts.print_lines(f' Rounding "{rounding}".', bold="\nAccuracy.")
+    parts.print_table("Against the exact result", columns, cells)
+    parts.print_lines(
         f"Exact results for {which} {rows} rows, in integers; dgamma and dbeta are judged as "
-        "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
+        "sums over these rows. Not nearest: not the exact element rounded to nearest, ties to even. "
         "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
         f"0.5. Plain formula: the worst ulp of {'two passes' if kind == 'layer' else 'one pass'} in "
-        f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}.",
-        "FAIL" if "FAIL" in verdicts else "PASS",
-        "On these data the formula that everybody writes is off by up to "
-        f"{number(max(e.max(initial=0.0) for e in plain.values()))} ulp, units in the last place; "
-        f"stablenorm by {number(max(e.max(initial=0.0) for e in ours.values()))}, a correctly rounded "
-        "result by at most 0.5.",
-        {name: (ours[name], plain[name]) for name in results},
+        f"float32 (float64 for float64). The contract: {_CONTRACTS[rounding]}."
     )
+    return all_passed, {name: (ours[name], plain[name]) for name in results}
 
 
-def _losses(problem: Problem, _: _Results) -> Section:
-    """Tell how many bits common methods lose, and on which rows."""
-    found = diagnose(problem.x, problem.eps, kind=problem.kind)
-    columns = ("method", "median row", "worst row", "rows losing 4 or more")
-    hardest = [(one.advice,) for one in found.worst[:6]]
-    return Section(
-        "Where others would lose digits",
-        " ".join(f"{said[0].upper()}{said[1:]}." for said in sentences(found)),
-        (
-            Table(f"Bits of y lost, of {found.bits}", columns, method_rows(found)),
-            Table("The rows that are hardest", ("the hardest first",), hardest),
-        ),
+def _tell_losses(problem: Problem) -> None:
+    """Tell how many bits common methods lose, and on which rows, as `stablenorm diagnose` does."""
+    found = diagnose(problem.x, problem.eps, top=6, kind=problem.kind)
+    lines = lines_of(found, get_console().width)
+    parts.print_lines("", *lines, bold="\nWhere others would lose digits.")
+    parts.print_lines(
         f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
         f"gamma and beta. The condition number of y{', rms(x) / std,' * (found.kind == 'layer')} is how "
-        "many times larger a relative error of x is in y.",
+        "many times larger a relative error of x is in y."
     )
 
 
-def _gradients(problem: Problem, results: _Results) -> Section:
-    """Tell what finite differences, the closed form and identities say."""
-    heading = "Gradient check"
+def _tell_gradients(problem: Problem, results: _Results) -> str:
+    """Tell what finite differences, the closed form and identities say, as a check does; return the verdict."""
+    heading = "\nGradient check."
     if not all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
-        text = "Not checked: an output overflows, and nothing can be compared."
-        return Section(heading, text, verdict="INCONCLUSIVE")
+        text = " Not checked: an output overflows, and nothing can be compared."
+        parts.print_lines(text, bold=heading)
+        return "INCONCLUSIVE"
     forward, backward, _, check = NORMS[problem.kind]
     forward = partial(forward, rounding=problem.rounding)
     # In float64, where finite differences see most.
     few = problem.sample(_CHECK_ELEMENTS)[0][:3]
     arrays = (None if each is None else each.astype(np.float64) for each in few)
-    report = check(forward, backward, *arrays, problem.eps, rng=0)
-    rows = []
-    for one in report.arguments:
-        if one.judged:
-            bound = one.bound_numeric + one.bound_actual
-            sizes = map(number, (abs(one.actual - one.numeric), bound, one.resolution))
-            rows.append((f"d{one.name}", f"{one.checked} of {one.total}", *sizes, one.verdict))
-    columns = ("gradient", "compared", "worst error", "its own bound", "would have seen", "")
-    held = (one for one in report.findings if one.layer == "identities")
-    identities = [(one.name, one.message, one.verdict) for one in held]
-    return Section(
-        heading,
-        f"Finite differences, the closed form and identities: {report.verdict}.",
-        (
-            Table("Against finite differences", columns, rows),
-            Table("Identities of the rows", ("identity", "worst row", ""), identities),
-        ),
-        f"check_{problem.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
-        "bound is the estimated error of the difference plus the rounding of the backward. Would have "
-        "seen: the smallest relative error that no compared element could have hidden.",
-        report.verdict,
+    report: GradientReport = check(forward, backward, *arrays, problem.eps, rng=0)
+    parts.print_lines("", *str(report).splitlines(), bold=heading)
+    parts.print_lines(
+        f"check_{problem.kind}_norm in float64, on some of the rows: finite differences, the closed form "
+        "and identities. Resolution: the smallest relative error that no compared element could have "
+        "hidden."
     )
+    return report.verdict
 
 
-def _cost(problem: Problem, _: _Results) -> Section:
+def _tell_cost(problem: Problem) -> None:
     """Tell flops and bytes of three programs, and the bytes between forward and backward."""
     n, dtype, kind = problem.x.shape[-1], str(problem.x.dtype), problem.kind
     rows = problem.x.size // n
@@ -302,28 +270,87 @@ def _cost(problem: Problem, _: _Results) -> Section:
         per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
         counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
     kept = [(k, quantity(size, "B")) for k, size in count_kept((rows, n), dtype, kind).items()]
+    parts.print_lines(" Three programs of the same algebra, counted by formulas.", bold="\nCost.")
     columns = ("program", "flops per element", "bytes moved per element", "held")
-    return Section(
-        "Cost",
-        "Flops and bytes of three programs that do the same algebra, by formulas.",
-        (
-            Table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted),
-            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept),
-        ),
+    parts.print_table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted)
+    parts.print_table("Kept from forward to backward, beside x", ("what", "bytes"), kept)
+    parts.print_lines(
         "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
-        "arrays are beyond the caches. Held: new bytes at the worst moment, results included.",
+        "arrays are beyond the caches. Held: new bytes at the worst moment, results included."
     )
 
 
 def _compare_digests() -> int:
     """Print the digests of y, dx, dgamma and dbeta of each fixed input, and whether they are right."""
-    differ, published, (forward, backward) = 0, published_digests(), FUNCTIONS["layer"]
+    differ, published = 0, published_digests()
     for name, case in digest_inputs().items():
-        y, cache = forward(*case[:4], rounding="nearest")
-        outputs = y, *backward(case.dy, cache)
-        found = tuple(digest(output) for output in outputs if output is not None)
+        found = tuple(map(digest, Problem(*case, "nearest", "layer").compute().values()))
         differ += found != published[name]
         parts.print_lines(" ".join((f"{name:27}", *found)))
     verdict = f"{differ} LINES DIFFER from those published." if differ else "All are as published."
     parts.print_lines(verdict)
     return parts.EXIT_FAILED if differ else 0
+
+
+# ---- the page of --html: a picture of the errors above what the terminal shows ----
+
+# Colors are the browser's own, light or dark as the reader's system is. Nothing is fetched, no script runs.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }}
+body {{ max-width: 60rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }}
+figure, svg {{ width: 90vw; max-width: 58rem; height: auto; margin: 0; fill: currentColor; }}
+pre {{ font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{origin}</p>
+<figure>
+{picture}
+<figcaption>The share of elements whose error is at least as large as the horizontal axis says. Where a
+line ends above the lowest share, the rest are NaN or infinite and should not be.</figcaption>
+</figure>
+<pre>{shown}</pre>
+</body>
+</html>
+"""
+
+
+def _make_page(title: str, errors: dict[str, Any]) -> bytes:
+    """Return the page. Everything is escaped, so that nothing in a file is markup."""
+    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by stablenorm run --html: "
+    made += ", ".join(f"{what} {which}" for what, which in parts.origin().items())
+    shown = get_console().export_html(code_format="{code}", inline_styles=True)
+    text = {"title": escape(printable(title)), "origin": escape(made), "shown": shown}
+    return _PAGE.format(picture=_draw_errors(errors), **text).encode()
+
+
+def _draw_errors(errors: dict[str, Any]) -> str:
+    """Draw, for each output, the share of elements with at least a given error: ours and the plain formula's."""
+    shares, lines = np.geomspace(1e-5, 1, 400), -(-len(errors) // 2)
+    looks = ("stablenorm", COLORS[0], "-"), ("plain formula", COLORS[1], "--")
+    figure = new_figure(10, 3.2 * lines)
+    for place, (name, both) in enumerate(errors.items(), 1):
+        axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log")
+        for error, (what, color, style) in zip(both, looks, strict=True):
+            # From 0.001 ulp on, below which an element counts as exact: the axis is logarithmic.
+            known = np.nan_to_num(error, nan=np.inf, posinf=np.inf).clip(1e-3)
+            at = np.quantile(known, 1 - shares, method="higher")
+            axes.plot(at, 100 * shares, style, color=color, lw=2, label=what)
+        axes.axvline(0.5, color="black", lw=1, ls=":", label="0.5 ulp")
+        axes.set(xlim=(1e-3, None), xlabel="error, ulp", ylabel="elements, %")
+        axes.grid(alpha=0.3)
+    entries = axes.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
+    # Black is what the page writes with.
+    svg = file.getvalue().replace("#000000", "currentColor")
+    return svg[svg.index("<svg") :]

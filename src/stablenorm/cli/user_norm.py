@@ -53,12 +53,10 @@ def running(path: Path) -> Iterator["UserFile"]:
     with np.errstate(), warnings.catch_warnings(), Path(os.devnull).open("r+b") as file:
         try:
             # input() would wait for somebody who does not know that he is asked.
-            for name in _STREAMS:
-                setattr(sys, name, _Nothing(file, encoding="utf-8"))
+            vars(sys).update({name: _Nothing(file, encoding="utf-8") for name in _STREAMS})
             yield UserFile(path)
         finally:
-            for name, stream in kept.items():
-                setattr(sys, name, stream)
+            vars(sys).update(kept)
 
 
 class UserFile:
@@ -73,13 +71,13 @@ class UserFile:
         # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
         np.seterr(all="ignore")
         warnings.simplefilter("ignore")
-        self._layers = {
+        self.layers = {
             name: value
             for name, value in self._names.items()
             if inspect.isclass(value)
             and all(any(hasattr(value, n) for n in names) for names in _METHODS.values())
         }
-        self.classes = [n for n, v in self._layers.items() if v.__module__ == _MODULE]
+        self.classes = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
 
     def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
         """Return the function of the name given, or the forward or backward of a usual name."""
@@ -95,14 +93,6 @@ class UserFile:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
         wanted = given or f"{kind or 'layer'}_norm_{way}"
         msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {held}"
-        raise InputError(msg)
-
-    def find_class(self, name: str) -> type:
-        """Return the class of that name."""
-        if name in self._layers:
-            return self._layers[name]
-        held = ", ".join(self.classes) or "none"
-        msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
         raise InputError(msg)
 
     def method(self, instance: Any, way: str) -> Any:
@@ -134,15 +124,13 @@ class UserFile:
 
 
 class Norm(NamedTuple):
-    """Two functions in the form that the check takes."""
+    """Two functions in the form that the check takes; a signature for the reader, a name that tells the kind."""
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[[Array, Any], tuple[Any, ...]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
-    # How both are called, for the reader.
     signature: str
-    # The name that tells the kind of the norm.
     name: str
 
 
@@ -153,23 +141,14 @@ def adapt_functions(
     name, forward = file.find(forward_name, "forward", kind)
     _, backward = file.find(backward_name, "backward", kind)
 
-    @functools.wraps(forward)
-    def call(*args: Any, **options: Any) -> Any:
-        with file.told():
-            result = forward(*args, **options)
-        if not isinstance(result, (tuple, list)) or len(result) < 2:
-            msg = f"the forward must return y, cache, got {type(result).__name__}"
-            raise FaultError(msg)
-        return result
-
     @functools.wraps(backward)
     def pull(*args: Any, **options: Any) -> Any:
         with file.told():
             returned = backward(*args, **options)
         return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
-    usual_forward, usual_backward, takes = roles.adapt(call, pull)
-    signature = ", ".join(map(roles.spelled, (call, pull)))
+    usual_forward, usual_backward, takes = roles.adapt(file.told()(forward), pull)
+    signature = f"{roles.spelled(forward)}, {roles.spelled(pull)}"
     return Norm(usual_forward, usual_backward, takes, signature, name)
 
 
@@ -193,8 +172,11 @@ def _complete(
 
 def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
-    class_ = file.find_class(name)
-    made = _make(file, class_, n)
+    if name not in file.layers:
+        held = ", ".join(file.classes) or "none"
+        msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
+        raise InputError(msg)
+    made = _make(file, name, n)
     for shape in ((2, 3, n), (6, n)):
         if not _places(made, "gamma"):
             # The first forward may make the parameters.
@@ -204,7 +186,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y, and the backward that goes with it."""
-        instance = _make(file, class_, x.shape[-1])
+        instance = _make(file, name, x.shape[-1])
         forward, backward = (file.method(instance, way) for way in _METHODS)
         if not all(_places(instance, role) for role in takes):
             forward(np.array(x))
@@ -240,8 +222,9 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
 
 
-def _make(file: UserFile, class_: type, n: int) -> Any:
+def _make(file: UserFile, name: str, n: int) -> Any:
     """Return an instance for rows of n; FaultError says what was tried."""
+    class_ = file.layers[name]
     # A class may want its parameters by name; bias=True, which has a default, is something else.
     wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
