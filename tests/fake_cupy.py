@@ -7,6 +7,7 @@ Fixtures of both are in conftest.py.
 """
 
 import ctypes
+import re
 import types
 
 import host_shim
@@ -18,6 +19,10 @@ from stablenorm import cuda
 from stablenorm.cuda import driver
 from stablenorm.cuda.compile import source
 from stablenorm.formats import FORMATS
+
+# The names of the fields of struct Parameters.
+BODY = source().partition("struct Parameters {")[2].partition("};")[0]
+PARAMETERS = re.findall(r"(\w+)[,;]", re.sub("//.*", "", BODY))
 
 
 class Device:
@@ -79,6 +84,10 @@ class ndarray:  # CuPy's name
 
     def get(self):
         return self.host.copy()
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.host.__array_interface__
 
     def reshape(self, *shape):
         return ndarray(self.host.reshape(*shape), self.device.id)
@@ -179,7 +188,7 @@ def put_device(
         return host_shim.build(text, builds, kernel.entry, defined), resident
 
     def launch(function, kernel, grid, parameters, together):
-        values = dict(zip(parameters.dtype.names, parameters[0].item(), strict=True))
+        values = dict(zip(PARAMETERS, parameters.view(np.int64).tolist(), strict=True))
         made = {"kernel": kernel, "values": values, "cooperative": together, "traffic": {}}
         launches.append(types.SimpleNamespace(**made))
         if not run:

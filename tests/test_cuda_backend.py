@@ -247,7 +247,7 @@ def test_without_a_device_or_a_driver_it_says_so(cupy):
 
 def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch):
     driver.load.cache_clear()
-    monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(driver.compiling, "compiler", lambda: (None, (13, 5)))
     # A compiler whose code is what it is asked for.
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
     monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10))

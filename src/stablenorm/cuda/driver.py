@@ -32,11 +32,8 @@ class Facts(NamedTuple):
 @functools.cache
 def import_cupy() -> Any:
     """Return CuPy, or raise ImportError with the line that installs it."""
-    try:
+    with compiling.needed("CuPy"):
         import cupy  # noqa: PLC0415  # only where there is CUDA
-    except Exception as error:
-        # ImportError, or what CuPy raises where a library of CUDA's is missing.
-        raise compiling.not_loaded(error, "CuPy") from error
     return cupy
 
 
@@ -75,7 +72,7 @@ def read_facts(device: int) -> Facts:
 def load(device: int, kernel: Kernel) -> tuple[Any, int]:
     """Return a kernel's function on a device, compiled and loaded once, and how many blocks fit a multiprocessor."""
     cupy = import_cupy()
-    (major, minor), driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
+    (major, minor), driver = compiling.compiler()[1], cupy.cuda.runtime.driverGetVersion()
     # Within one major version any driver runs what any compiler makes.
     if driver // 1000 < major:
         msg = (
