@@ -40,60 +40,43 @@ def find_plan(
     return kernel, function, grid, (chunk_rows, chunks), 2 * n * chunks * kernel.number_bytes
 
 
-def _with_cure(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Say the cure where the memory of a device is not enough."""
-
-    @functools.wraps(work)
-    def wrapped(*given: Any) -> Any:
-        try:
-            return work(*given)
-        except MemoryError as error:
-            msg = (
-                f"too little memory on the CUDA device ({error}); let go of arrays and call "
-                "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
-            )
-            raise MemoryError(msg) from error
-
-    return wrapped
-
-
-@_with_cure
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
-    with _device_of(x=x, gamma=gamma, beta=beta, out=y):
-        cupy, n = driver.import_cupy(), math.prod([x.shape[axis] for axis in axes])
-        rows, pairs = x.size // n, x.dtype.itemsize == 8
+
+    def work(cupy: Any) -> Statistics:
+        rows = x.size // math.prod([x.shape[axis] for axis in axes])
+        pairs = x.dtype.itemsize == 8
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
         kept = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            _launch(cupy, axes, n, (x, None, gamma, beta, y, None, None), kept, eps)
+            _launch(cupy, axes, (x, None, gamma, beta, y, None, None), kept, eps)
         return kept
 
+    kept: Statistics = _on_device_of(x, work, gamma=gamma, beta=beta, out=y)
+    return kept
 
-@_with_cure
+
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
     (dy, _), (x, axes), (gamma, *_), kept, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
+
+    given = x, dy, gamma, None, dx, dgamma, dbeta
     outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    with _device_of(x=x, dy=dy, gamma=gamma, **outs):
-        if x.size:
-            cupy, n = driver.import_cupy(), math.prod([x.shape[axis] for axis in axes])
-            _launch(cupy, axes, n, (x, dy, gamma, None, dx, dgamma, dbeta), kept, 0.0)
-            return
-        for total in (dgamma, dbeta):
-            if total is not None:
-                total[...] = 0
+    work = functools.partial(_launch, axes=axes, given=given, kept=kept, eps=0.0)
+    _on_device_of(x, work, dy=dy, gamma=gamma, **outs)
 
 
 def _launch(
-    cupy: Any, axes: tuple[int, ...], n: int, given: tuple[Any, ...], kept: Statistics, eps: float
+    cupy: Any, axes: tuple[int, ...], given: tuple[Any, ...], kept: Statistics, eps: float
 ) -> None:
     """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
     x, dy, gamma, beta, _, dgamma, dbeta = given
+    rows = kept.rstd.size
+    n = x.size // rows
     seen = [
         (None, 0) if each is None else arrays.as_rows(cupy, each, axes, n, i < 4)
         for i, each in enumerate(given)
@@ -105,7 +88,7 @@ def _launch(
     # The backward has no beta: the dtype is that of dbeta.
     typed = x, dy, gamma, beta if dy is None else dbeta
     dtypes = [None if each is None else each.dtype for each in typed]
-    device, rows, aligned = x.device.id, x.size // n, begins % 16 == 0
+    device, aligned = x.device.id, begins % 16 == 0
     kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
     has_sums = dgamma is not None or dbeta is not None
     room = driver.room(cupy, device, nbytes) if has_sums else (None, None)
@@ -127,23 +110,29 @@ def _launch(
             arrays.put_back(cupy, array, axes, made)
 
 
-def _device_of(**places: Any) -> Any:
-    """Return the one device of all arrays."""
-    device = places["x"].device
-    for name, array in places.items():
+def _on_device_of(x: Any, work: Callable[[Any], Any], **others: Any) -> Any:
+    """Do work with CuPy on the device of x, that of the others too; if its memory is not enough, say the cure."""
+    device = x.device
+    for name, array in others.items():
         if array is not None and array.device.id != device.id:
             msg = (
                 f"{name} must be on device {device.id}, like x, got device {array.device.id}; "
                 f"copy it there: with cupy.cuda.Device({device.id}): {name} = cupy.array({name})"
             )
             raise ValueError(msg)
-    return device
+    try:
+        with device:
+            return work(driver.import_cupy())
+    except MemoryError as error:
+        msg = (
+            f"too little memory on CUDA device {device.id} ({error}); let go of arrays and call "
+            "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
+        )
+        raise MemoryError(msg) from error
 
 
-@_with_cure
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    with like.device:
-        return driver.import_cupy().empty(shape, dtype)
+    return _on_device_of(like, lambda cupy: cupy.empty(shape, dtype))
 
 
 # How the public functions handle these arrays; those of the shape of x are handed over with their axes.

@@ -76,7 +76,7 @@ def backward(
     call = Backward(
         dy, x, norm, statistics, *gradients, dsum, dmean, drstd, where, sums, threads=threads
     )
-    if name == "cuda":
+    if name == "cuda" and x.size:
         like_x = {"dy": dy, "x": x, "dx": call.dx}
         rows: Any = {n: arrays.rows(each, axes) for n, each in like_x.items() if each is not None}
         run(name, call._replace(**rows))
