@@ -1,29 +1,15 @@
 // Any n, any dtypes: the general kernels of layer_norm.cu, and the statistics that xhat, y and dx of an element take.
 
 // Rows of the general kernels have whole warps.
-struct Reduction {
-    Number* held; // (2 turns, WARPS) in shared memory
-    int turn;
+using Reduction = Exchange<Number>;
 
-    // Return what the v of all threads of a row combine to, in a fixed tree: lanes by halves, then
-    // warps in order. Every thread of the block must call it.
-    template <class F> INLINE Number over_row(Number v, F combine) {
+// Return what the v of all threads of a row combine to, in a fixed tree: lanes by halves, then warps in order. Every
+// thread of the block must call it.
+template <class F> INLINE Number over_row(Reduction& reduction, Number v, F combine) {
 #pragma unroll
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
-        if (ROW_THREADS == WARP) return v;
-        const int warp = threadIdx.x / WARP;
-        Number* warps = held + turn * WARPS;
-        if (threadIdx.x % WARP == 0) warps[warp] = v;
-        // Orders what the warps have before it is read. It is written again two turns from now,
-        // which no thread begins before all have passed the barrier of the next.
-        __syncthreads();
-        turn ^= 1;
-        warps += warp / ROW_WARPS * ROW_WARPS;
-        v = warps[0];
-        for (int w = 1; w < ROW_WARPS; ++w) v = combine(v, warps[w]);
-        return v;
-    }
-};
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
+    return reduction.over_warps(v, combine);
+}
 
 // ---- rows ----
 
@@ -56,7 +42,7 @@ template <class F, class... Sources>
 INLINE Number mean_of(const Parameters& p, Reduction& reduction, Index n, F term, const Sources&... sources) {
     Number sum = number(0.0);
     for_each(n, [&](int, auto... elements) { sum = sum + term(elements...); }, sources...);
-    sum = reduction.over_row(total(sum), [](Number a, Number b) { return a + b; });
+    sum = over_row(reduction, total(sum), [](Number a, Number b) { return a + b; });
     return over_n(sum, (double)p.n);
 }
 
@@ -66,7 +52,7 @@ INLINE void choose_scale(Row& row, const Columns<X>& x, Reduction& reduction) {
     for_each(x.n, [&](int, double v) { largest = magnitude(v) > largest ? magnitude(v) : largest; }, x);
     const auto larger = [](Number a, Number b) { return high(b) > high(a) ? b : a; };
     // Within 2**+-1000 it is undone by one factor.
-    row.exponent = clamped(exponent_of(high(reduction.over_row(number(largest), larger))), 1000);
+    row.exponent = clamped(exponent_of(high(over_row(reduction, number(largest), larger))), 1000);
 }
 
 INLINE void set_rstd(Row& row, Number var, double eps) {
@@ -129,7 +115,7 @@ INLINE Row kept(const Parameters& p, long long at) {
 // ---- the forward ----
 
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
+    Reduction reduction = {reinterpret_cast<Number*>(shared)};
     const Columns<Gamma> gamma = gamma_of(p);
     const Columns<Beta> beta = beta_of(p);
     const long long step = (long long)gridDim.x * SLOTS;
@@ -220,9 +206,9 @@ INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
 // The row sums of all rows of a chunk, then column by column all rows again, because the sums of a whole row would
 // not fit registers.
 INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
-    Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
+    Reduction reduction = {reinterpret_cast<Number*>(shared)};
     // Behind the two turns of a number for each warp; then (chunk_rows) projections.
-    Number* combined = reduction.held + 2 * WARPS;
+    Number* combined = reduction.parts + 2 * WARPS;
     Projection* projections = reinterpret_cast<Projection*>(combined + BLOCK * VECTOR);
     for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
         const long long first = chunk * p.chunk_rows, end = first + p.chunk_rows, stop = end < p.rows ? end : p.rows;

@@ -21,20 +21,11 @@ struct Cursor {
 struct ShortRows {
     const Parameters& p;
     Table gamma, combined;
-    Vector<X>* stages;  // (STAGES, 2, VECTORS, BLOCK), x and dy: this thread's first
+    Stages stages;
 
-    INLINE Vector<X>* stage(int s, int which, int v) const {
-        return stages + ((s * 2 + which) * VECTORS + v) * BLOCK;
-    }
-
+    // Ask for the next row.
     INLINE void ask(int s, Cursor& asked) const {
-        unrolled<VECTORS>([&](int v) {
-            const int count = asked.row < p.rows ? elements(v) : 0;
-            const long long row = count ? asked.row : 0, col = count ? column(v) : 0;
-            fetch(stage(s, 0, v), p.x + row * p.x_stride + col, count);
-            fetch(stage(s, 1, v), p.dy + row * p.dy_stride + col, count);
-        });
-        commit_copies();
+        stages.ask(s, asked.row);
         asked.advance();
     }
 
@@ -43,7 +34,7 @@ struct ShortRows {
     INLINE double sum_of_g(int s) const {
         double sum = 0.0;
         unrolled<VECTORS>([&](int v) {
-            const Vector<X> dy = *stage(s, 1, v);
+            const Vector<X> dy = *stages.at(s, 1, v);
             unrolled<VECTOR>([&](int i) { sum = fma(lift(dy.e[i]), gamma.at(vector_of(v), i), sum); });
         });
         return sum;
@@ -51,7 +42,7 @@ struct ShortRows {
 
     // Call f(i, x - mean, dy, gamma) for the elements of vector v of this thread.
     template <class F> INLINE void for_each_element(int s, int v, const Record& row, F f) const {
-        const Vector<X> x = *stage(s, 0, v), dy = *stage(s, 1, v);
+        const Vector<X> x = *stages.at(s, 0, v), dy = *stages.at(s, 1, v);
         const int count = elements(v);
         unrolled<VECTOR>([&](int i) {
             // A select, since x - mean is not 0 past the end; dy is.
@@ -87,7 +78,7 @@ struct ShortRows {
 INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
     double* tables = reinterpret_cast<double*>(shared);
     const ShortRows rows = {p, {tables}, {tables + Table::SIZE},
-                            reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x};
+                            {p, reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x}};
     rows.gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
