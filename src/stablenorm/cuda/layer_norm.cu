@@ -55,19 +55,10 @@ struct Parameters {
 #endif
 #endif
 
-#if LN_FORWARD
-extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
-layer_norm_forward(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS) LN_ENTRY(const Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
-    forward_rows(p, shared);
-}
-#else
-extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
-layer_norm_backward(const Parameters p) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    backward_chunks(p, shared);
-    if (p.partials == nullptr) return;
+    do_rows(p, shared);
+    if (LN_FORWARD || p.partials == nullptr) return;
     meet_blocks(p);
     finish(p, reinterpret_cast<Wide*>(shared));
 }
-#endif

@@ -56,7 +56,7 @@ INLINE void write(const Parameters& p, long long at, const double (&held)[ELEMEN
     });
 }
 
-INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     double* tables = reinterpret_cast<double*>(shared);
     const Table gamma = {tables}, beta = {tables + Table::SIZE};
     Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));

@@ -112,9 +112,10 @@ INLINE Row kept(const Parameters& p, long long at) {
     return row;
 }
 
+#if LN_FORWARD
 // ---- the forward ----
 
-INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared)};
     const Columns<Gamma> gamma = gamma_of(p);
     const Columns<Beta> beta = beta_of(p);
@@ -136,6 +137,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     }
 }
 
+#else
 // ---- the backward, chunk by chunk ----
 
 // Row sums of the backward: mean of g, and mean of (g - mean of g) * xhat.
@@ -184,28 +186,9 @@ INLINE void pull_back(const Parameters& p, long long at, const Projection& of, I
     if (p.out != nullptr) store(p.out + at * p.out_stride + column(v), dx, count);
 }
 
-// Add up the slots of the block, in order, and put the sums of vector v of a chunk away, for dgamma or
-// dbeta. `combined` is (SLOTS, ROW_THREADS * VECTOR) in shared memory.
-INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
-                  const Number (&sums)[VECTOR], Number* combined) {
-    constexpr int WIDTH = ROW_THREADS * VECTOR;
-    Number* partial = p.partials + (2 * chunk + which) * p.n + v * WIDTH;
-    const long long rest = p.n - v * WIDTH;
-    unrolled<VECTOR>([&](int i) { combined[threadIdx.x * VECTOR + i] = sums[i]; });
-    // Orders the sums of all slots before they are read.
-    __syncthreads();
-    for (int col = threadIdx.x; col < WIDTH && col < rest; col += BLOCK) {
-        Number sum = number(0.0);
-        for (int s = 0; s < SLOTS; ++s) sum = sum + combined[s * WIDTH + col];
-        partial[col] = total(sum);
-    }
-    // Orders these reads before the next sums are written.
-    __syncthreads();
-}
-
 // The row sums of all rows of a chunk, then column by column all rows again, because the sums of a whole row would
 // not fit registers.
-INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared)};
     // Behind the two turns of a number for each warp; then (chunk_rows) projections.
     Number* combined = reduction.parts + 2 * WARPS;
@@ -225,3 +208,4 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
         __syncthreads();
     }
 }
+#endif

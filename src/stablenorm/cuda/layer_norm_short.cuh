@@ -20,7 +20,7 @@ struct Cursor {
 
 struct ShortRows {
     const Parameters& p;
-    Table gamma, combined;
+    Table gamma;
     Stages stages;
 
     // Ask for the next row.
@@ -50,35 +50,14 @@ struct ShortRows {
             f(i, c, lift(dy.e[i]), gamma.at(vector_of(v), i));
         });
     }
-
-    // Add up the slots of the block, the lanes of a warp first, and put the sums of a chunk away.
-    INLINE void flush(long long chunk, int which, double (&sums)[ELEMENTS]) const {
-        unrolled<ELEMENTS>([&](int e) {
-#pragma unroll
-            for (int lanes = ROW_THREADS; lanes < WARP; lanes *= 2)
-                sums[e] = sums[e] + exchanged(sums[e], lanes);
-        });
-        for (int warp = 0; warp < WARPS; ++warp) {
-            // Orders the warps, one after the other, and the reads of the last sums before the first.
-            __syncthreads();
-            if (threadIdx.x / WARP != warp || threadIdx.x % WARP >= ROW_THREADS) continue;
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; ++e) {
-                double& sum = combined.at(vector_of(e / VECTOR), e % VECTOR);
-                sum = warp ? sum + sums[e] : sums[e];
-            }
-        }
-        // Orders the sums before they are read.
-        __syncthreads();
-        for (int col = threadIdx.x; col < N; col += BLOCK)
-            p.partials[(2 * chunk + which) * N + col] = combined.at(col / VECTOR, col % VECTOR);
-    }
 };
 
-INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
-    double* tables = reinterpret_cast<double*>(shared);
-    const ShortRows rows = {p, {tables}, {tables + Table::SIZE},
-                            {p, reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x}};
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
+    // The table of gamma, what `flush` combines, and the stages.
+    const Table gamma = {reinterpret_cast<double*>(shared)};
+    double* combined = gamma.memory + Table::SIZE;
+    Vector<X>* stages = reinterpret_cast<Vector<X>*>(combined + BLOCK * VECTOR);
+    const ShortRows rows = {p, gamma, {p, stages + threadIdx.x}};
     rows.gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
@@ -118,7 +97,14 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
         s = after;
         if (!ends) continue;
         unrolled<2>([&](int which) {
-            if (p.partials) rows.flush(chunk, which, sums[which]);
+            unrolled<ELEMENTS>([&](int e) {
+#pragma unroll
+                for (int lanes = ROW_THREADS; lanes < WARP; lanes *= 2)
+                    sums[which][e] = sums[which][e] + exchanged(sums[which][e], lanes);
+            });
+            unrolled<VECTORS>([&](int v) {
+                if (p.partials) flush(p, chunk, which, v, &sums[which][v * VECTOR], combined);
+            });
             unrolled<ELEMENTS>([&](int e) { sums[which][e] = 0.0; });
         });
         chunk += gridDim.x;

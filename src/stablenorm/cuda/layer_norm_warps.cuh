@@ -156,7 +156,7 @@ struct Pipeline {
     }
 };
 
-INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     const Table gamma = {reinterpret_cast<double*>(shared)};
     float* small_gamma = reinterpret_cast<float*>(gamma.memory + Table::SIZE);
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);

@@ -80,7 +80,8 @@ class Kernel(NamedTuple):
     @property
     def defines(self) -> tuple[str, ...]:
         """Definitions for the compiler."""
-        return tuple(f"LN_{name.upper()}={value:d}" for name, value in self._asdict().items())
+        numbers = (f"LN_{name.upper()}={value:d}" for name, value in self._asdict().items())
+        return f"LN_ENTRY={self.entry}", *numbers
 
     @property
     def number_bytes(self) -> int:
@@ -144,7 +145,9 @@ def _short(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
         row_threads=threads, slots=_BLOCK // threads, vectors=vectors, least_blocks=blocks
     )
     stage = 2 * _VECTOR_BYTES * vectors * _BLOCK
-    return _staged(kernel, 16 * threads * vectors * vector, stage, 4, shared)
+    # gamma in float64; a vector of sums of each thread.
+    fixed = 8 * vector * (threads * vectors + _BLOCK)
+    return _staged(kernel, fixed, stage, 4, shared)
 
 
 def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
