@@ -1,4 +1,11 @@
-// Any n, any dtypes: the general kernels of layer_norm.cu, and the statistics that xhat, y and dx of an element take.
+// The general kernels of layer_norm.cu: any n, any dtypes, float64 in pairs; a block a row, short rows a warp each.
+//
+// Forward, each step a pass over the row, which the caches hold: mean; mean of x - mean, the rounding of the first
+// one; variance of what is centered so; y. E[x^2] - E[x]^2 would lose every digit where the mean is far from 0.
+// Backward, chunk by chunk: the mean of g and the slope, that of (g - mean of g) * xhat, of all its rows; then column
+// by column all rows again for dx and the sums over rows, because the sums of a whole row would not fit registers.
+// Each sum is a fixed tree. xhat is made anew from x and the statistics, which cost 24 bytes a row.
+// Read next: layer_norm_forward.cuh, which does all of it in one pass.
 
 // Rows of the general kernels have whole warps.
 using Reduction = Exchange<Number>;
@@ -186,8 +193,6 @@ INLINE void pull_back(const Parameters& p, long long at, const Projection& of, I
     if (p.out != nullptr) store(p.out + at * p.out_stride + column(v), dx, count);
 }
 
-// The row sums of all rows of a chunk, then column by column all rows again, because the sums of a whole row would
-// not fit registers.
 INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared)};
     // Behind the two turns of a number for each warp; then (chunk_rows) projections.

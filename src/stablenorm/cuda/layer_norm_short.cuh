@@ -1,6 +1,11 @@
 // The fast backward of layer_norm.cu for rows within a warp: no barrier of the block but for a chunk's sums.
 //
-// The sum of g of the next row travels with the slope of this one, so that a row takes one exchange.
+// The lanes of a row, a slot, hold it in STAGES of their own. For each row: the slope, mean of (g - mean of g) *
+// (x - mean), then dx, then the next row is asked for; the sums over rows stay in registers until a chunk ends, when
+// `flush` adds up the slots. g is centered before it meets x - mean, so that a large mean of g costs no digit. The
+// slope therefore needs the mean of g first, two exchanges a row; but the sum of g of the *next* row travels with the
+// slope of this one, and one is left. Rows past the end are all 0 and add 0, so that no lane leaves its warp.
+// Read next: layer_norm_warps.cuh, for rows that are too long for this.
 
 // The rows of a slot, chunk by chunk; in between lie the chunks of the other blocks.
 struct Cursor {
@@ -22,14 +27,6 @@ struct ShortRows {
     const Parameters& p;
     Table gamma;
     Stages stages;
-
-    // Ask for the next row.
-    INLINE void ask(int s, Cursor& asked) const {
-        stages.ask(s, asked.row);
-        asked.advance();
-    }
-
-    INLINE Record record(long long row) const { return row < p.rows ? record_of(p, row) : Record{}; }
 
     INLINE double sum_of_g(int s) const {
         double sum = 0.0;
@@ -58,13 +55,15 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     double* combined = gamma.memory + Table::SIZE;
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(combined + BLOCK * VECTOR);
     const ShortRows rows = {p, gamma, {p, stages + threadIdx.x}};
-    rows.gamma.widen(gamma_of(p));
+    gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
     Cursor asked = {p}, at = {p};
-    unrolled<STAGES>([&](int s) { rows.ask(s, asked); });
+    const auto ask = [&](int s) { rows.stages.ask(s, asked.row), asked.advance(); };
+    const auto record = [&] { return at.row < p.rows ? record_of(p, at.row) : Record{}; };
+    unrolled<STAGES>(ask);
     wait_copies<STAGES - 1>();
-    Record next = rows.record(at.row);
+    Record next = record();
     next.mean_g = over(over_lanes({0.0, rows.sum_of_g(0)}).b);
     double sums[2][ELEMENTS] = {};
     int s = 0;
@@ -72,7 +71,7 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
         Record row = next;
         const long long here = at.row;
         const bool ends = at.advance();
-        next = rows.record(at.row);
+        next = record();
         // This row and the next have arrived.
         wait_copies<STAGES - 2>();
         double slope = 0.0;
@@ -93,7 +92,7 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
             });
             if (p.out && here < p.rows) store(p.out + here * p.out_stride + column(v), dx, elements(v));
         });
-        rows.ask(s, asked);
+        ask(s);
         s = after;
         if (!ends) continue;
         unrolled<2>([&](int which) {
