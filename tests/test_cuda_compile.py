@@ -149,26 +149,26 @@ DEFINES = ("LN_VALUE=3",)
 def test_a_second_process_finds_what_the_first_one_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_, "source", lambda: TOY)
-    code = compile_.cubin(DEFINES, (9, 0))
+    code = compile_.cubin(DEFINES, "90")
     # Machine code is an ELF file.
     assert code.startswith(b"\x7fELF")
     (kept,) = (path for path in tmp_path.rglob("*") if path.is_file())
     kept.write_bytes(b"as it is on disk")
-    assert compile_.cubin(DEFINES, (9, 0)) == b"as it is on disk"
+    assert compile_.cubin(DEFINES, "90") == b"as it is on disk"
     # A folder that cannot be written.
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    assert compile_.cubin(DEFINES, (9, 0)) == code
+    assert compile_.cubin(DEFINES, "90") == code
 
 
 def test_an_architecture_that_the_compiler_does_not_know_is_named():
     with pytest.raises(
         RuntimeError, match=r"(?s)for compute capability 99.0, got .*; install nvidia"
     ):
-        compile_.cubin(DEFINES, (99, 0))
+        compile_.cubin(DEFINES, "990")
 
 
 def test_without_the_compiler_the_install_line_is_named(monkeypatch):
     compile_.compiler.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ImportError, match=r'NVRTC is needed.*pip install "stablenorm\[cuda\]"'):
-        compile_.cubin(DEFINES, (9, 0))
+        compile_.cubin(DEFINES, "90")

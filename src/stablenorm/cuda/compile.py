@@ -31,11 +31,11 @@ def source(name: str = "layer_norm.cu") -> str:
     return re.sub('#include "(.*)"', lambda found: source(found[1]), text)
 
 
-def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
+def cubin(defines: Sequence[str], capability: str) -> bytes:
     """Return the machine code for these definitions: from disk, or compiled and then kept there."""
     core, version = compiler()
     try:
-        made = program(defines, "sm_{}{}".format(*capability))
+        made = program(defines, f"sm_{capability}")
         # A folder that cannot be written is no error, nor is a user without one.
         with contextlib.suppress(OSError, RuntimeError):
             return bytes(made.compile("cubin", cache=core.utils.FileStreamProgramCache()).code)
@@ -44,7 +44,7 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
         said = str(error).strip("\0\n ")
         msg = (
             f"NVRTC {version[0]}.{version[1]} must compile layer_norm.cu for compute capability "
-            f"{capability[0]}.{capability[1]}, got {said}; install nvidia-cuda-nvrtc and "
+            f"{int(capability) / 10}, got {said}; install nvidia-cuda-nvrtc and "
             "cuda-bindings that do, older or newer, or pass NumPy arrays"
         )
         raise RuntimeError(msg) from error

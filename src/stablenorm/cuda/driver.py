@@ -17,13 +17,14 @@ from stablenorm.cuda.plan import Kernel
 _MOST_SHARED = 8
 
 # Asynchronous copies and barriers in shared memory came with it.
-_OLDEST = (8, 0)
+_OLDEST = 80
 
 
 class Facts(NamedTuple):
     """The facts of a device that decide how kernels are compiled and launched."""
 
-    capability: tuple[int, int]
+    # As CuPy spells it, "90" or "100".
+    capability: str
     multiprocessors: int
     # Bytes that a block may have of shared memory.
     shared: int
@@ -55,17 +56,15 @@ def check_usable() -> None:
 def read_facts(device: int) -> Facts:
     """Ask a device."""
     about = import_cupy().cuda.Device(device)
-    # CuPy spells it "90", or "100" for 10.0.
-    name, attributes = about.compute_capability, about.attributes
-    capability = int(name[:-1]), int(name[-1])
-    if capability < _OLDEST:
-        msg = f"x must be on a device of compute capability 8.0 or later, got {name[:-1]}.{name[-1]}; pass x.get()"
+    capability, attributes = about.compute_capability, about.attributes
+    if int(capability) < _OLDEST:
+        msg = (
+            "x must be on a device of compute capability 8.0 or later, "
+            f"got {int(capability) / 10}; pass x.get()"
+        )
         raise RuntimeError(msg)
-    return Facts(
-        capability,
-        attributes["MultiProcessorCount"],
-        attributes["MaxSharedMemoryPerBlockOptin"],
-    )
+    processors = attributes["MultiProcessorCount"]
+    return Facts(capability, processors, attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 @functools.cache

@@ -16,7 +16,6 @@
 // A host that compiles this (no __CUDA_ARCH__) supplies half_to_double, double_to_half and all of
 // layer_norm_device.cuh.
 
-#define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"
 
 // plan.py reads the names, in their order. Strides are in elements.

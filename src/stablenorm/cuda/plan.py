@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import FORMATS
-
 Dtype = np.dtype[Any]
-
-# The numbers that layer_norm.cu knows dtypes by.
-_CODES = {each.dtype: code for code, each in enumerate(FORMATS)}
 
 _VECTOR_BYTES = 16
 _WARP = 32
@@ -48,12 +43,13 @@ class Kernel(NamedTuple):
     """Compile-time configuration of `layer_norm.cu`: each field is the definition LN_ and its name."""
 
     forward: bool
-    # Codes of the dtypes of x (of y and dx too), dy, gamma (and dgamma), beta (and dbeta): 0 float16, 1 bfloat16,
-    # 2 float32, 3 float64. In a forward `dy` is that of x.
-    x: int
-    dy: int
-    gamma: int
-    beta: int
+    # Names of the dtypes of x (of y and dx too), dy, gamma (and dgamma), beta (and dbeta). In a forward `dy` is that of x.
+    x: str
+    dy: str
+    gamma: str
+    beta: str
+    # Whether the arithmetic is that of pairs.
+    pairs: bool
     # Elements of a row; 0: the general kernel, for any number.
     n: int = 0
     # Threads of a row, and rows that a block has in hand at a time.
@@ -80,13 +76,16 @@ class Kernel(NamedTuple):
     @property
     def defines(self) -> tuple[str, ...]:
         """Definitions for the compiler."""
-        numbers = (f"LN_{name.upper()}={value:d}" for name, value in self._asdict().items())
-        return f"LN_ENTRY={self.entry}", *numbers
+        fields = {"entry": self.entry, **self._asdict()}.items()
+        return tuple(
+            f"LN_{name.upper()}={int(value) if isinstance(value, bool) else value}"
+            for name, value in fields
+        )
 
     @property
     def number_bytes(self) -> int:
         """Bytes of a sum: pairs for float64, else float64."""
-        return 16 if FORMATS[self.x].dtype.itemsize == 8 else 8
+        return 16 if self.pairs else 8
 
 
 @functools.lru_cache(1024)
@@ -105,11 +104,11 @@ def choose_kernel(
     A block may have `shared` bytes of shared memory, at least 99 KiB; rows that are `aligned` begin at multiples of
     16 bytes.
     """
-    codes = [_CODES[x if each is None else each] for each in (x, dy, gamma, beta)]
-    kernel = Kernel(dy is None, codes[0], codes[1], codes[2], codes[3])
+    names = [(x if each is None else each).name for each in (x, dy, gamma, beta)]
+    kernel = Kernel(dy is None, names[0], names[1], names[2], names[3], x.itemsize == 8)
     vector = _VECTOR_BYTES // x.itemsize
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
-    if x.itemsize == 8 or not (dy is None or dy == x) or n > longest:
+    if kernel.pairs or not (dy is None or dy == x) or n > longest:
         return _general(kernel, n, vector)
     plan = _forward if dy is None else _warps if n > _SHORT else _short
     return plan(kernel._replace(n=n, aligned=aligned), -(-n // vector), vector, shared)
