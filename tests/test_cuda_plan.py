@@ -40,9 +40,9 @@ def test_threads_columns_and_memory():
             # A stage with two owners hangs or reads what is not there.
             assert kernel.stages % kernel.row_warps == 0
         if not kernel.n and not kernel.forward:
-            # Two row sums of each row of the largest chunk, and two turns of eight warps.
+            # The rows of the largest chunk, and two turns of eight warps.
             largest = max(cut(rows, kernel)[1] for rows in ROWS)
-            assert kernel.shared_bytes >= (2 * largest + 16) * kernel.number_bytes
+            assert kernel.shared_bytes >= (4 * largest + 16) * kernel.number_bytes + 16 * largest
 
 
 def test_the_device_decides_no_bit():

@@ -170,9 +170,10 @@ def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
 def _general(kernel: Kernel, n: int, vector: int) -> Kernel:
     if n <= 4 * _WARP * vector:
         kernel = kernel._replace(row_threads=_WARP, slots=_BLOCK // _WARP)
-    # Two turns of a sum for each warp; the sums of the slots, and two row sums of each row of a chunk.
-    numbers = 2 * (_BLOCK // _WARP) + (0 if kernel.forward else _BLOCK * vector + 2 * _MOST_ROWS)
-    return kernel._replace(shared_bytes=numbers * kernel.number_bytes)
+    # Two turns of a sum for each warp; the sums of the slots, and the rows of a chunk: four numbers and 16 bytes each.
+    numbers = 2 * (_BLOCK // _WARP) + (0 if kernel.forward else _BLOCK * vector + 4 * _MOST_ROWS)
+    rows = 0 if kernel.forward else 16 * _MOST_ROWS
+    return kernel._replace(shared_bytes=numbers * kernel.number_bytes + rows)
 
 
 def _lanes(threads: int) -> int:
