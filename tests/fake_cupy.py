@@ -7,6 +7,7 @@ Fixtures of both are in conftest.py.
 """
 
 import ctypes
+import re
 import types
 
 import host_shim
@@ -17,7 +18,11 @@ from norms import compute
 from stablenorm import cuda
 from stablenorm.cuda import driver
 from stablenorm.cuda.compile import source
-from stablenorm.formats import FORMATS
+from stablenorm.formats import parse
+
+# The names of the fields of struct Parameters.
+BODY = source().partition("struct Parameters {")[2].partition("};")[0]
+PARAMETERS = re.findall(r"(\w+)[,;]", re.sub("//.*", "", BODY))
 
 
 class Device:
@@ -79,6 +84,10 @@ class ndarray:  # CuPy's name
 
     def get(self):
         return self.host.copy()
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.host.__array_interface__
 
     def reshape(self, *shape):
         return ndarray(self.host.reshape(*shape), self.device.id)
@@ -179,7 +188,7 @@ def put_device(
         return host_shim.build(text, builds, kernel.entry, defined), resident
 
     def launch(function, kernel, grid, parameters, together):
-        values = dict(zip(parameters.dtype.names, parameters[0].item(), strict=True))
+        values = dict(zip(PARAMETERS, parameters.view(np.int64).tolist(), strict=True))
         made = {"kernel": kernel, "values": values, "cooperative": together, "traffic": {}}
         launches.append(types.SimpleNamespace(**made))
         if not run:
@@ -192,7 +201,7 @@ def put_device(
             # Each byte of a result is stored once.
             assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
 
-    facts = driver.Facts((9, 0), 1, shared)
+    facts = driver.Facts("90", 1, shared)
     monkeypatch.setattr(driver, "read_facts", lambda _: facts)
     monkeypatch.setattr(driver, "load", load)
     monkeypatch.setattr(driver, "launch", launch)
@@ -204,7 +213,7 @@ def tensors(kernel, values):
     rows, n = values["rows"], values["n"]
     if values["out"] and values["out"] in (values["x"], values["dy"]):
         return None
-    x, dy, gamma, beta = (FORMATS[code].dtype.itemsize for code in kernel[1:5])
+    x, dy, gamma, beta = (parse(name).itemsize for name in kernel[1:5])
     kept = WRITE if kernel.forward else READ
     found = []
     for name, size, rights in (("x", x, READ), ("dy", dy, READ), ("out", x, WRITE)):

@@ -247,10 +247,10 @@ def test_without_a_device_or_a_driver_it_says_so(cupy):
 
 def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch):
     driver.load.cache_clear()
-    monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(driver.compiling, "compiler", lambda: (None, (13, 5)))
     # A compiler whose code is what it is asked for.
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
-    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10))
+    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts("90", 132, 227 << 10))
     function, cupy.cuda.Module, cupy.cuda.driver = Mock(ptr=77), Mock(), Mock()
     module = cupy.cuda.Module()
     occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
@@ -266,7 +266,7 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
         plan = cuda.find_plan(0, rows, 6, True, F32, None, F32, F32)
         assert plan[:3] == (KERNEL, function, grid)
     assert driver.load(0, KERNEL) is driver.load(0, KERNEL)
-    module.load.assert_called_once_with((KERNEL.defines, (9, 0)))
+    module.load.assert_called_once_with((KERNEL.defines, "90"))
     occupancy.assert_called_once_with(77, 256, KERNEL.shared_bytes)
     # The attribute is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     cupy.cuda.driver.funcSetAttribute.assert_called_once_with(77, 8, KERNEL.shared_bytes)

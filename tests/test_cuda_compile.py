@@ -1,6 +1,7 @@
 """layer_norm.cu through NVIDIA's compiler, without a GPU; and what is kept of it on disk."""
 
 import ctypes
+import io
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stablenorm.cuda import compile as compile_
-from stablenorm.cuda.compile import OPTIONS, source
+from stablenorm.cuda.compile import source
 from stablenorm.cuda.plan import choose_kernel
 from stablenorm.formats import FORMATS
 
@@ -20,11 +21,11 @@ from stablenorm.formats import FORMATS
 if folder := os.environ.get("STABLENORM_TEST_NVRTC"):
     for library in ("libnvrtc-builtins.so.13*", "libnvrtc.so.13"):
         ctypes.CDLL(str(next(Path(folder).glob(library))))
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the extra `cuda`")
 try:
-    compile_._nvrtc()
+    compile_.compiler()
 except ImportError as error:
-    pytest.skip(f"NVRTC cannot be loaded: {error}", allow_module_level=True)
+    pytest.skip(f"NVRTC comes with the extra `cuda`: {error}", allow_module_level=True)
+from cuda.bindings import nvrtc
 
 F16, BF16, F32, F64 = (each.dtype for each in FORMATS)
 # Registers of a multiprocessor, of every architecture compiled for here (CUDA programming guide,
@@ -65,9 +66,11 @@ FORBIDDEN = re.compile(r"\S*(?:\.ftz|\.approx|div\.full|\b(?:atom|red)\.\S*\.f(?
 def test_registers_and_instructions(n, x, dy, architecture):
     shared = SHARED.get(architecture, 227 << 10)
     kernel = choose_kernel(n, x, dy, x, x, shared, n * x.itemsize % 16 == 0)
-    words = f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *OPTIONS
-    made = compile_.compiled(source(), (*words, *kernel.defines))
-    log, ptx = made["ProgramLog"].decode(), made["PTX"].decode().strip("\0")
+    program = compile_.program(kernel.defines, f"sm_{architecture}", ptxas_options="-v")
+    program.compile("cubin", logs=(said := io.StringIO()))
+    log, ptx = said.getvalue(), bytearray(nvrtc.nvrtcGetPTXSize(program.handle)[1])
+    nvrtc.nvrtcGetPTX(program.handle, ptx)
+    ptx = ptx.decode()
     assert "warning" not in log
     # No byte may spill: quack's configuration table (version 0.6.5) records a factor of 9 where its
     # accumulators spill on Blackwell. An array in the stack frame is no better.
@@ -110,18 +113,18 @@ def inner_loops(code, path):
 
 
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed")
-def test_instructions_an_element(tmp_path):
+def test_instructions_an_element(tmp_path, monkeypatch):
     n, lane = 4096, 32
     # Rows whose first element is a good guess of their mean: nearly all.
     text, again = source(), "const bool again = d * d > 8.0 * var;"
     assert again in text
     text = text.replace(again, "const bool again = false;")
+    monkeypatch.setattr(compile_, "source", lambda: text)
 
     def loops(dy):
         """Yield of each inner loop its length, its conversions, and whether it has float32 in it."""
         kernel = choose_kernel(n, BF16, dy, BF16, BF16)
-        words = "--gpu-architecture=sm_90", *OPTIONS, *kernel.defines
-        code = compile_.compiled(text, words)["CUBIN"]
+        code = compile_.program(kernel.defines, "sm_90").compile("cubin").code
         found = inner_loops(code, tmp_path / kernel.entry)
         for loop in found:
             yield len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop)
@@ -140,24 +143,32 @@ def test_instructions_an_element(tmp_path):
 # ---- kept on disk ----
 
 TOY = 'extern "C" __global__ void f(int* p) { *p = LN_VALUE; }'
-DEFINES = ("-DLN_VALUE=3",)
+DEFINES = ("LN_VALUE=3",)
 
 
 def test_a_second_process_finds_what_the_first_one_compiled(monkeypatch, tmp_path):
-    folder, calls, real = tmp_path / "cache", [], compile_.compiled
-    monkeypatch.setenv("STABLENORM_CACHE_DIR", str(folder))
-    monkeypatch.setattr(compile_, "compiled", lambda *a: (calls.append(a), real(*a))[1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_, "source", lambda: TOY)
-    code = compile_.cubin(DEFINES, (9, 0))
+    code = compile_.cubin(DEFINES, "90")
     # Machine code is an ELF file.
     assert code.startswith(b"\x7fELF")
-    assert compile_.cubin(DEFINES, (9, 0)) == code
-    assert len(calls) == 1
-    assert [path.suffix for path in folder.iterdir()] == [".cubin"]
+    (kept,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    kept.write_bytes(b"as it is on disk")
+    assert compile_.cubin(DEFINES, "90") == b"as it is on disk"
+    # A folder that cannot be written.
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    assert compile_.cubin(DEFINES, "90") == code
+
+
+def test_an_architecture_that_the_compiler_does_not_know_is_named():
+    with pytest.raises(
+        RuntimeError, match=r"(?s)for compute capability 99.0, got .*; install nvidia"
+    ):
+        compile_.cubin(DEFINES, "990")
 
 
 def test_without_the_compiler_the_install_line_is_named(monkeypatch):
-    compile_._nvrtc.cache_clear()
+    compile_.compiler.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(ImportError, match=r'NVRTC is needed.*pip install "stablenorm\[cuda\]"'):
-        compile_.cubin(DEFINES, (9, 0))
+        compile_.cubin(DEFINES, "90")

@@ -115,7 +115,7 @@ SETTINGS = {
     "some blocks, drawn": ({"resident": 3, "seed": 4}, on_device),
     "strided, misaligned": ({"resident": 2, "seed": 8}, strided),
     "little shared memory": ({"shared": 99 << 10, "seed": 6}, on_device),
-    "no copies of whole rows": ({"defines": ("-DSHIM_BULK=0",), "seed": 7}, on_device),
+    "no copies of whole rows": ({"defines": ("SHIM_BULK=0",), "seed": 7}, on_device),
 }
 # Rows, n, dtype; whether a fast kernel does the backward, and with warps of three kinds.
 INVARIANT = {

@@ -71,7 +71,7 @@ FAULTS = {
     "HALF_A_WARP": "less than a warp, mask 0000ffff",
     "SPINS": "no thread makes progress",
 }
-DEFINES = tuple(f"-D{name}={number}" for number, name in enumerate(FAULTS, 1))
+DEFINES = tuple(f"{name}={number}" for number, name in enumerate(FAULTS, 1))
 GRID, BLOCK, N = 3, 64, 300
 RIGHTS = {"x": READ, "out": WRITE, "tickets": READ | WRITE, "partials": READ | WRITE}
 

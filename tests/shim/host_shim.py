@@ -115,7 +115,7 @@ extern "C" __attribute__((no_sanitize("thread"))) void shim_call(const unsigned 
     if not hasattr(ctypes.CDLL(None), "shim_launch"):
         # Once in a process: the libraries of all kernels find its functions.
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *defines)))
+    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *(f"-D{each}" for each in defines))))
 
 
 def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, cooperative=False):

@@ -8,14 +8,13 @@ addresses. Everything happens on the device of x and its current stream, without
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from stablenorm.call import Backward, Forward
 from stablenorm.cuda import arrays, driver
 from stablenorm.cuda.arrays import convert, overlap, same_elements, target
-from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack
 from stablenorm.types import Statistics
@@ -25,9 +24,6 @@ __all__ = ["check_usable", "convert", "overlap", "same_elements", "target"]
 # The driver refuses a launch whose blocks wait for one another if they would not all fit, whatever it
 # said before: another process, or a share of the device, may have taken multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
-
-# The names of the runtime and of the driver for it.
-_NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 
 
 @functools.lru_cache(1024)
@@ -47,71 +43,58 @@ def find_plan(
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
-    device = _device_of(x=x, gamma=gamma, beta=beta, out=y)
 
     def work(cupy: Any) -> Statistics:
-        n = math.prod([x.shape[axis] for axis in axes])
-        rows, pairs = x.size // n, x.dtype.itemsize == 8
+        rows = x.size // math.prod([x.shape[axis] for axis in axes])
+        pairs = x.dtype.itemsize == 8
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
         kept = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            _launch(cupy, device.id, axes, n, (x, None, gamma, beta, y, None, None), kept, eps)
+            _launch(cupy, axes, (x, None, gamma, beta, y, None, None), kept, eps)
         return kept
 
-    return cast(Statistics, _on_device(device, work))
+    kept: Statistics = _on_device_of(x, work, gamma=gamma, beta=beta, out=y)
+    return kept
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
     (dy, _), (x, axes), (gamma, *_), kept, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
+
+    given = x, dy, gamma, None, dx, dgamma, dbeta
     outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    device = _device_of(x=x, dy=dy, gamma=gamma, **outs)
-
-    def work(cupy: Any) -> None:
-        if x.size:
-            n = math.prod([x.shape[axis] for axis in axes])
-            _launch(cupy, device.id, axes, n, (x, dy, gamma, None, dx, dgamma, dbeta), kept, 0.0)
-            return
-        for total in (dgamma, dbeta):
-            if total is not None:
-                total[...] = 0
-
-    _on_device(device, work)
+    work = functools.partial(_launch, axes=axes, given=given, kept=kept, eps=0.0)
+    _on_device_of(x, work, dy=dy, gamma=gamma, **outs)
 
 
 def _launch(
-    cupy: Any, device: int, axes: tuple[int, ...], n: int, given: tuple[Any, ...],
-    kept: Statistics, eps: float,
-) -> None:  # fmt: skip
+    cupy: Any, axes: tuple[int, ...], given: tuple[Any, ...], kept: Statistics, eps: float
+) -> None:
     """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
     x, dy, gamma, beta, _, dgamma, dbeta = given
-    rows_last, seen = axes[0] + len(axes) == x.ndim, list(given)
-    places, strides = [0] * len(given), [0] * len(given)
-    for i, array in enumerate(given):
-        if array is None:
-            continue
-        if rows_last and array.flags.c_contiguous:
-            strides[i] = n
-        else:
-            seen[i] = arrays.as_rows(cupy, array, axes, n, i < 4)
-            strides[i] = seen[i].strides[0] // array.itemsize
-        places[i] = seen[i].data.ptr
-    x_stride, dy_stride, _, _, out_stride, *_ = strides
+    rows = kept.rstd.size
+    n = x.size // rows
+    seen = [
+        (None, 0) if each is None else arrays.as_rows(cupy, each, axes, n, i < 4)
+        for i, each in enumerate(given)
+    ]
+    places = [0 if each is None else each.data.ptr for each, _ in seen]
+    strides = x_stride, dy_stride, out_stride = [seen[i][1] for i in (0, 1, 4)]
     # Copies of 16 bytes need rows that begin at multiples of so many.
     begins = places[0] | places[1] | places[4] | (x_stride | dy_stride | out_stride) * x.itemsize
     # The backward has no beta: the dtype is that of dbeta.
     typed = x, dy, gamma, beta if dy is None else dbeta
     dtypes = [None if each is None else each.dtype for each in typed]
-    rows, aligned = x.size // n, begins % 16 == 0
+    device, aligned = x.device.id, begins % 16 == 0
     kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
     has_sums = dgamma is not None or dbeta is not None
     room = driver.room(cupy, device, nbytes) if has_sums else (None, None)
     others = (*kept[:5], kept.exponent, *room)
     places += [0 if each is None else each.data.ptr for each in others]
-    parameters = pack(*places, rows, n, x_stride, dy_stride, out_stride, *chunks, eps)
+    parameters = pack(*places, rows, n, *strides, *chunks, eps)
     while True:
         try:
             # With sums over rows, blocks wait for one another.
@@ -122,35 +105,27 @@ def _launch(
                 raise
             # Refused before anything ran. Fewer blocks give the same bits.
             grid //= 2
-    for array, made in zip(given[4:], seen[4:], strict=True):
+    for array, (made, _) in zip(given[4:], seen[4:], strict=True):
         if made is not array:
             arrays.put_back(cupy, array, axes, made)
 
 
-def _device_of(**places: Any) -> Any:
-    """Return the one device of all arrays."""
-    device = places["x"].device
-    for name, array in places.items():
+def _on_device_of(x: Any, work: Callable[[Any], Any], **others: Any) -> Any:
+    """Do work with CuPy on the device of x, that of the others too; if its memory is not enough, say the cure."""
+    device = x.device
+    for name, array in others.items():
         if array is not None and array.device.id != device.id:
             msg = (
                 f"{name} must be on device {device.id}, like x, got device {array.device.id}; "
                 f"copy it there: with cupy.cuda.Device({device.id}): {name} = cupy.array({name})"
             )
             raise ValueError(msg)
-    return device
-
-
-def _on_device(device: Any, work: Callable[[Any], Any]) -> Any:
-    """Do work with CuPy on a device, made current; if its memory is not enough, say the cure."""
     try:
         with device:
             return work(driver.import_cupy())
-    except (RuntimeError, MemoryError) as error:
-        line = first_line(error)
-        if not isinstance(error, MemoryError) and not any(word in line for word in _NO_MEMORY):
-            raise
+    except MemoryError as error:
         msg = (
-            f"too little memory on CUDA device {device.id} ({line}); let go of arrays and call "
+            f"too little memory on CUDA device {device.id} ({error}); let go of arrays and call "
             "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
         )
         raise MemoryError(msg) from error
@@ -158,4 +133,4 @@ def _on_device(device: Any, work: Callable[[Any], Any]) -> Any:
 
 def empty_like(like: Any) -> Any:
     """Return a new array, in C order, of the shape and dtype of another, and on its device."""
-    return _on_device(like.device, lambda cupy: cupy.empty(like.shape, like.dtype))
+    return _on_device_of(like, lambda cupy: cupy.empty(like.shape, like.dtype))

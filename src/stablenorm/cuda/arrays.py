@@ -13,12 +13,15 @@ from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
 
-def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) -> Any:
+def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) -> tuple[Any, int]:
     """
     See an array as rows of `n`, the elements along `axes`; all of it as one row if it has no other axes.
 
-    If rows have gaps, return a new array, whose elements are set if the old one is to be `read`.
+    Return it, and how many elements apart its rows lie. If rows have gaps, return a new array, with the elements of
+    the old one if that is to be `read`.
     """
+    if array.flags.c_contiguous and axes[0] >= array.ndim - len(axes):
+        return array, n
     moved, itemsize = _rows_last(cupy, array, axes), array.dtype.itemsize
     with contextlib.suppress(AttributeError):
         rows = moved.view()
@@ -26,9 +29,9 @@ def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) ->
         rows.shape = (-1, n)
         between, within = rows.strides
         if (n == 1 or within == itemsize) and between % itemsize == 0:
-            return rows
+            return rows, between // itemsize
     copy = cupy.ascontiguousarray(moved) if read else cupy.empty(moved.shape, array.dtype)
-    return held(cupy, copy.reshape(-1, n))
+    return held(cupy, copy.reshape(-1, n)), n
 
 
 def put_back(cupy: Any, array: Any, axes: tuple[int, ...], rows: Any) -> None:
@@ -54,21 +57,13 @@ def overlap(a: Any, b: Any) -> bool:
 
 def _ghost(array: Any) -> Array:
     """Return an array of NumPy's with the address, shape and strides of one on the device, never to be read."""
-    claim = {
-        "version": 3,
-        # No device array begins at 0 but an empty one, for which any other address will do.
-        "data": (array.data.ptr or array.dtype.itemsize, False),
-        "shape": array.shape,
-        "strides": array.strides,
-        "typestr": f"|V{array.dtype.itemsize}",
-    }
+    claim = array.__cuda_array_interface__
     return np.asarray(types.SimpleNamespace(__array_interface__=claim))
 
 
 def same_elements(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` are the same view of the same memory."""
-    places = ((v.data.ptr, v.shape, v.strides, v.dtype) for v in (a, b))
-    return a is b or next(places) == next(places)
+    return host.same_elements(_ghost(a), _ghost(b))
 
 
 def convert(name: str, value: Any) -> Any:

@@ -1,5 +1,5 @@
 """
-`layer_norm.cu` compiled by NVRTC to machine code of one device, and kept on disk.
+`layer_norm.cu` compiled by NVRTC to machine code of one device, which cuda.core keeps on disk.
 
 Machine code, not PTX, so that no driver has to know the compiler's PTX version; and never through
 CuPy, whose compiler options end with ``-ftz=true``, which flushes subnormals (cupy issue 9576).
@@ -8,20 +8,18 @@ No GPU and no driver is needed to compile.
 
 import contextlib
 import functools
-import hashlib
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 # The compiler may change no operation. These are its defaults but for the contraction to fma; for functions
 # without an annotation, lambdas among them, which NVRTC 13.0 takes for the host's; and for the warning that a
 # configuration needs not every constant.
-OPTIONS = (
-    "--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
-    "--device-as-default-execution-space", "--diag-suppress=177",
-)  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "name": "layer_norm.cu", "std": "c++17", "ftz": False, "fma": False, "prec_div": True, "prec_sqrt": True,
+    "device_as_default_execution_space": True, "diag_suppress": 177,
+}  # fmt: skip
 
 _FOLDER = Path(__file__).parent
 
@@ -33,92 +31,58 @@ def source(name: str = "layer_norm.cu") -> str:
     return re.sub('#include "(.*)"', lambda found: source(found[1]), text)
 
 
-def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
+def cubin(defines: Sequence[str], capability: str) -> bytes:
     """Return the machine code for these definitions: from disk, or compiled and then kept there."""
-    version = nvrtc_version()
-    options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
-    # All that decides the machine code.
-    key = hashlib.sha256(repr((version, options, source())).encode()).hexdigest()
-    # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
-    user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    path = Path(os.environ.get("STABLENORM_CACHE_DIR") or Path(user, "stablenorm"), f"{key}.cubin")
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    known = _checked(_nvrtc().nvrtcGetSupportedArchs())
-    if 10 * capability[0] + capability[1] not in known:
-        msg = (
-            f"NVRTC {version[0]}.{version[1]} must compile for compute capability {capability[0]}."
-            f"{capability[1]}, and does so for {', '.join(f'{one / 10:.1f}' for one in known)}; "
-            "install nvidia-cuda-nvrtc and cuda-bindings that do, older or newer, or pass NumPy arrays"
-        )
-        raise RuntimeError(msg)
-    code = compiled(source(), options)["CUBIN"]
-    # A folder that cannot be written is no error.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: other processes may be reading, or writing the same.
-        made = path.with_suffix(f".{os.getpid()}")
-        made.write_bytes(code)
-        made.replace(path)
-    return code
-
-
-def nvrtc_version() -> tuple[int, int]:
-    """Return the version of NVRTC, which is that of the CUDA toolkit it comes from."""
-    major, minor = _checked(_nvrtc().nvrtcVersion())
-    return major, minor
-
-
-def compiled(text: str, options: Sequence[str]) -> dict[str, bytes]:
-    """Compile a text; return the log, the machine code and its PTX by NVRTC's names of them."""
-    nvrtc, words = _nvrtc(), [option.encode() for option in options]
-    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"layer_norm.cu", 0, [], []))
+    core, version = compiler()
     try:
-        failed = nvrtc.nvrtcCompileProgram(program, len(words), words)[0]
-        results = {}
-        for name in ("ProgramLog",) if failed else ("ProgramLog", "CUBIN", "PTX"):
-            results[name] = bytes(_checked(getattr(nvrtc, f"nvrtcGet{name}Size")(program)))
-            _checked(getattr(nvrtc, f"nvrtcGet{name}")(program, results[name]))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    if failed:
-        # A mistake of ours, so all that was said is passed on.
-        said = results["ProgramLog"].decode(errors="replace").strip("\0\n")
-        msg = f"NVRTC did not compile layer_norm.cu with {' '.join(options)}:\n{said}"
-        raise RuntimeError(msg)
-    return results
+        made = program(defines, f"sm_{capability}")
+        # A folder that cannot be written is no error, nor is a user without one.
+        with contextlib.suppress(OSError, RuntimeError):
+            return bytes(made.compile("cubin", cache=core.utils.FileStreamProgramCache()).code)
+        return bytes(made.compile("cubin").code)
+    except Exception as error:
+        said = str(error).strip("\0\n ")
+        msg = (
+            f"NVRTC {version[0]}.{version[1]} must compile layer_norm.cu for compute capability "
+            f"{int(capability) / 10}, got {said}; install nvidia-cuda-nvrtc and "
+            "cuda-bindings that do, older or newer, or pass NumPy arrays"
+        )
+        raise RuntimeError(msg) from error
 
 
-def not_loaded(error: Exception, name: str) -> ImportError:
-    """Return the error to raise where a library of the extra `cuda` cannot be imported."""
-    return ImportError(
-        f'{name} is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
-        'pip install "stablenorm[cuda]"'
-    )
+def program(defines: Sequence[str], arch: str, **options: Any) -> Any:
+    """Return layer_norm.cu with these definitions as a program for cuda.core to compile."""
+    core, _ = compiler()
+    asked = core.ProgramOptions(arch=arch, define_macro=list(defines), **OPTIONS, **options)
+    return core.Program(source(), "c++", asked)
+
+
+@functools.cache
+def compiler() -> tuple[Any, tuple[int, ...]]:
+    """Return cuda.core, and the version of NVRTC, which is that of the CUDA toolkit it comes from."""
+    with needed("NVRTC"):
+        import cuda.core.utils  # noqa: PLC0415  # only where there is CUDA
+        from cuda.bindings import nvrtc  # noqa: PLC0415
+
+        # The library itself is loaded by this call.
+        _, *version = nvrtc.nvrtcVersion()
+    return cuda.core, tuple(version)
+
+
+@contextlib.contextmanager
+def needed(name: str) -> Iterator[None]:
+    """Raise ImportError with the cure where a library of the extra `cuda` cannot be loaded."""
+    try:
+        yield
+    except Exception as error:
+        # ImportError, or what loaders raise where a library of CUDA's is missing.
+        msg = (
+            f'{name} is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
+            'pip install "stablenorm[cuda]"'
+        )
+        raise ImportError(msg) from error
 
 
 def first_line(error: Exception) -> str:
     """Return the kind of an error, and the first line of what it says."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-@functools.cache
-def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc  # noqa: PLC0415  # only where there is CUDA
-
-        # The library itself is loaded by the first call.
-        nvrtc.nvrtcVersion()
-    except Exception as error:
-        # ImportError, or what its loader raises where a library is missing.
-        raise not_loaded(error, "NVRTC") from error
-    return nvrtc
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """Return what a call of NVRTC gave beside its status."""
-    status, *values = result
-    if status:
-        msg = f"NVRTC failed: {status.name}; pip install --upgrade nvidia-cuda-nvrtc cuda-bindings"
-        raise RuntimeError(msg)
-    return values[0] if len(values) == 1 else values

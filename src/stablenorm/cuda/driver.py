@@ -17,13 +17,14 @@ from stablenorm.cuda.plan import Kernel
 _MOST_SHARED = 8
 
 # Asynchronous copies and barriers in shared memory came with it.
-_OLDEST = (8, 0)
+_OLDEST = 80
 
 
 class Facts(NamedTuple):
     """The facts of a device that decide how kernels are compiled and launched."""
 
-    capability: tuple[int, int]
+    # As CuPy spells it, "90" or "100".
+    capability: str
     multiprocessors: int
     # Bytes that a block may have of shared memory.
     shared: int
@@ -32,11 +33,8 @@ class Facts(NamedTuple):
 @functools.cache
 def import_cupy() -> Any:
     """Return CuPy, or raise ImportError with the line that installs it."""
-    try:
+    with compiling.needed("CuPy"):
         import cupy  # noqa: PLC0415  # only where there is CUDA
-    except Exception as error:
-        # ImportError, or what CuPy raises where a library of CUDA's is missing.
-        raise compiling.not_loaded(error, "CuPy") from error
     return cupy
 
 
@@ -58,24 +56,22 @@ def check_usable() -> None:
 def read_facts(device: int) -> Facts:
     """Ask a device."""
     about = import_cupy().cuda.Device(device)
-    # CuPy spells it "90", or "100" for 10.0.
-    name, attributes = about.compute_capability, about.attributes
-    capability = int(name[:-1]), int(name[-1])
-    if capability < _OLDEST:
-        msg = f"x must be on a device of compute capability 8.0 or later, got {name[:-1]}.{name[-1]}; pass x.get()"
+    capability, attributes = about.compute_capability, about.attributes
+    if int(capability) < _OLDEST:
+        msg = (
+            "x must be on a device of compute capability 8.0 or later, "
+            f"got {int(capability) / 10}; pass x.get()"
+        )
         raise RuntimeError(msg)
-    return Facts(
-        capability,
-        attributes["MultiProcessorCount"],
-        attributes["MaxSharedMemoryPerBlockOptin"],
-    )
+    processors = attributes["MultiProcessorCount"]
+    return Facts(capability, processors, attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 @functools.cache
 def load(device: int, kernel: Kernel) -> tuple[Any, int]:
     """Return a kernel's function on a device, compiled and loaded once, and how many blocks fit a multiprocessor."""
     cupy = import_cupy()
-    (major, minor), driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
+    (major, minor), driver = compiling.compiler()[1], cupy.cuda.runtime.driverGetVersion()
     # Within one major version any driver runs what any compiler makes.
     if driver // 1000 < major:
         msg = (

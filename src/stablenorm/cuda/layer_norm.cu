@@ -1,11 +1,14 @@
-// Layer normalization and its backward, one launch each: the equations of the reference.
+// Layer normalization and its backward, one launch each: the equations of reference/equations.py.
 //
-// One source, compiled on demand for one function and one configuration at a time: each field of Kernel in
-// plan.py is a definition, LN_ and its name. The dtype of x chooses the arithmetic: pairs of float64 for
-// float64, float64 for the others. LN_STAGES and LN_ALIGNED decide no bit.
+// y and dx of a row take two sums along it; dgamma and dbeta are sums over rows. A block adds up chunks of rows and
+// puts their sums away; then all blocks meet, and share the columns of what is left to add (layer_norm_sums.cuh). What
+// is added to what depends on shape and dtypes alone, and so do the bits. Read next: layer_norm_general.cuh, for any
+// n and dtypes; then _forward, _short and _warps, which read each row from memory once.
 //
-// Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of blocks up
-// to the chunks (backward); with partial sums all of them must be resident (cooperative launch).
+// One source, compiled for one function and one configuration at a time: each field of Kernel in plan.py is a
+// definition, LN_ and its name. The dtype of x chooses the arithmetic: pairs of float64 for float64, float64 for
+// the others. The grid may have any number of blocks up to the chunks; with partial sums all of them must be
+// resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
@@ -13,7 +16,6 @@
 // A host that compiles this (no __CUDA_ARCH__) supplies half_to_double, double_to_half and all of
 // layer_norm_device.cuh.
 
-#define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"
 
 // plan.py reads the names, in their order. Strides are in elements.
@@ -55,19 +57,10 @@ struct Parameters {
 #endif
 #endif
 
-#if LN_FORWARD
-extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
-layer_norm_forward(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS) LN_ENTRY(const Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
-    forward_rows(p, shared);
-}
-#else
-extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
-layer_norm_backward(const Parameters p) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    backward_chunks(p, shared);
-    if (p.partials == nullptr) return;
+    do_rows(p, shared);
+    if (LN_FORWARD || p.partials == nullptr) return;
     meet_blocks(p);
     finish(p, reinterpret_cast<Wide*>(shared));
 }
-#endif

@@ -33,10 +33,8 @@ INLINE void barrier_arrive(Barrier* b) {
                  ::"r"(shared_address(b)) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
-#define LN_WAIT "try_wait"
-constexpr bool HAS_BULK = true;
-
+// Copies of a whole row, which devices have from 9.0 on.
+constexpr bool HAS_BULK = __CUDA_ARCH__ >= 900;
 // Arrive, and add `bytes` of copies to what the phase waits for.
 INLINE void barrier_expect(Barrier* b, int bytes) {
     asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1; }"
@@ -49,14 +47,13 @@ INLINE void copy_bulk(void* to, const void* from, int bytes, Barrier* b) {
 }
 // Show barriers that were just made to the unit that does bulk copies.
 INLINE void show_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// try_wait lets a thread sleep, where the device can.
+#if __CUDA_ARCH__ >= 900
+#define LN_WAIT "try_wait"
 #else
 #define LN_WAIT "test_wait"
-constexpr bool HAS_BULK = false;
-INLINE void barrier_expect(Barrier*, int) {}
-INLINE void copy_bulk(void*, const void*, int, Barrier*) {}
-INLINE void show_barriers() {}
 #endif
-
 INLINE void barrier_wait(Barrier* b, int parity) {
     unsigned done;
     do {

@@ -56,6 +56,28 @@ INLINE void fetch(Vector<X>* to, const X* from, int count) {
     });
 }
 
+// Rows on their way to a thread, which reads what it asked for itself: that takes no barrier.
+struct Stages {
+    static constexpr int TENSORS = LN_FORWARD ? 1 : 2;
+    const Parameters& p;
+    Vector<X>* memory;  // (STAGES, TENSORS, VECTORS, BLOCK): this thread's first
+
+    // Vector v of x, tensor 0, or of dy, tensor 1.
+    INLINE Vector<X>* at(int s, int tensor, int v) const {
+        return memory + ((s * TENSORS + tensor) * VECTORS + v) * BLOCK;
+    }
+
+    // Ask for a row, past the last one for zeros.
+    INLINE void ask(int s, long long row) const {
+        unrolled<VECTORS>([&](int v) {
+            const int count = row < p.rows ? elements(v) : 0;
+            fetch(at(s, 0, v), p.x + (count ? row * p.x_stride + column(v) : 0), count);
+            if constexpr (TENSORS == 2) fetch(at(s, 1, v), p.dy + (count ? row * p.dy_stride + column(v) : 0), count);
+        });
+        commit_copies();
+    }
+};
+
 // ---- gamma and beta as float64 in shared memory ----
 
 // The elements of a row of WIDTH vectors, laid out so that no two lanes meet in a bank.

@@ -1,33 +1,18 @@
 // The fast forward of layer_norm.cu: one pass over a row, which is read once; several rows a block.
 //
-// The first element k of a row is a guess of its mean. Moments about k give mean = k + d and
-// var = mean((x - k)^2) - d^2. The subtraction cancels if k is far from the mean: with d^2 > 8 var the
-// moments are taken once more, about k + d.
+// The threads of a row ask for it some rows ahead, hold it in registers, and exchange two sums. The first element k
+// is a guess of the mean. Moments about k give mean = k + d and var = mean((x - k)^2) - d^2, for any k. The
+// subtraction cancels if k is far from the mean: it has lost three bits of 53 where d^2 > 8 var, and there the
+// moments are taken once more, about k + d. The mean is kept as two words, since one would have too few digits for
+// a row whose elements differ in their last bit. Read next: layer_norm_short.cuh, the backward of such rows.
 
 // Rows up to here have tables of gamma and beta; longer ones read them again, from the caches.
 constexpr bool TABLES = N <= 4096;
 
-// Sums over the warps of a row, which meet at a barrier of their own.
-struct Exchange {
-    Two* parts;         // (2 turns, SLOTS, ROW_WARPS) in shared memory
-    Barrier* barriers;  // (SLOTS)
-    int turn;
-
-    INLINE Two sum(Two mine) {
-        mine = over_lanes(mine);
-        if (ROW_WARPS == 1) return mine;
-        Two* row = parts + ((turn & 1) * SLOTS + slot()) * ROW_WARPS;
-        if (threadIdx.x % WARP == 0) row[row_thread() / WARP] = mine;
-        // Orders this warp's reads of the turn before, which is written again next, before it arrives.
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) barrier_arrive(&barriers[slot()]);
-        barrier_wait(&barriers[slot()], turn & 1);
-        ++turn;
-        mine = row[0];
-        unrolled<ROW_WARPS - 1>([&](int w) { mine = mine + row[w + 1]; });
-        return mine;
-    }
-};
+// Sums over the threads of a row, whose warps meet at a barrier of their own.
+INLINE Two over_row(Exchange<Two>& exchange, Two mine) {
+    return exchange.over_warps(over_lanes(mine), [](Two a, Two b) { return a + b; });
+}
 
 // gamma or beta of vector v.
 template <class T> INLINE void get(double (&to)[VECTOR], Table table, const Columns<T>& from, int v) {
@@ -73,12 +58,13 @@ INLINE void write(const Parameters& p, long long at, const double (&held)[ELEMEN
     });
 }
 
-INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     double* tables = reinterpret_cast<double*>(shared);
     const Table gamma = {tables}, beta = {tables + Table::SIZE};
     Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));
+    const Stages stages = {p, rows + threadIdx.x};
     Two* parts = reinterpret_cast<Two*>(rows + STAGES * VECTORS * BLOCK);
-    Exchange exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS), 0};
+    Exchange<Two> exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS)};
     if (TABLES) {
         gamma.widen(gamma_of(p));
         beta.widen(beta_of(p));
@@ -88,19 +74,8 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     __syncthreads();
     const long long step = (long long)gridDim.x * SLOTS;
     const long long begin = (long long)blockIdx.x * SLOTS;
-    long long at = begin + slot(), asked = at;
-
-    // (STAGES, VECTORS, BLOCK) in shared memory.
-    const auto staged = [&](int stage, int v) { return rows + (stage * VECTORS + v) * BLOCK + threadIdx.x; };
-    const auto ask = [&](int stage) {
-        unrolled<VECTORS>([&](int v) {
-            const int count = asked < p.rows ? elements(v) : 0;
-            fetch(staged(stage, v), p.x + (count ? asked * p.x_stride + column(v) : 0), count);
-        });
-        commit_copies();
-        asked += step;
-    };
-    unrolled<STAGES>(ask);
+    long long at = begin + slot();
+    unrolled<STAGES>([&](int s) { stages.ask(s, at + s * step); });
     double next = at < p.rows ? lift(p.x[at * p.x_stride]) : 0.0;
     int stage = 0;
     // Every thread of the block takes as many turns, rows past the end all 0.
@@ -110,19 +85,19 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
         wait_copies<STAGES - 1>();
         double held[ELEMENTS];
         unrolled<VECTORS>([&](int v) {
-            const Vector<X> x = *staged(stage, v);
+            const Vector<X> x = *stages.at(stage, 0, v);
             unrolled<VECTOR>([&](int i) { held[v * VECTOR + i] = lift(x.e[i]); });
         });
         // The row is in registers.
-        ask(stage);
+        stages.ask(stage, at + STAGES * step);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        Two sum = exchange.sum(moments(held, k));
+        Two sum = over_row(exchange, moments(held, k));
         double d = over(sum.a), var = fma(-d, d, over(sum.b)), base_d = 0.0;
         const bool again = d * d > 8.0 * var;
         // The lanes of a warp stay together, for what they exchange.
         if (__builtin_expect(ROW_THREADS < WARP ? __any_sync(ALL_LANES, again) : again, 0)) {
             base_d = again ? d : 0.0;
-            sum = exchange.sum(moments(held, base_d));
+            sum = over_row(exchange, moments(held, base_d));
             d = over(sum.a), var = fma(-d, d, over(sum.b));
         }
         // Rounding can make the difference slightly negative; NaN stays.

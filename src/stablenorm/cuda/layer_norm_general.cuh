@@ -1,29 +1,22 @@
-// Any n, any dtypes: the general kernels of layer_norm.cu, and the statistics that xhat, y and dx of an element take.
+// The general kernels of layer_norm.cu: any n, any dtypes, float64 in pairs; a block a row, short rows a warp each.
+//
+// Forward, each step a pass over the row, which the caches hold: mean; mean of x - mean, the rounding of the first
+// one; variance of what is centered so; y. E[x^2] - E[x]^2 would lose every digit where the mean is far from 0.
+// Backward, chunk by chunk: the mean of g and the slope, that of (g - mean of g) * xhat, of all its rows; then column
+// by column all rows again for dx and the sums over rows, because the sums of a whole row would not fit registers.
+// Each sum is a fixed tree. xhat is made anew from x and the statistics, which cost 24 bytes a row.
+// Read next: layer_norm_forward.cuh, which does all of it in one pass.
 
 // Rows of the general kernels have whole warps.
-struct Reduction {
-    Number* held; // (2 turns, WARPS) in shared memory
-    int turn;
+using Reduction = Exchange<Number>;
 
-    // Return what the v of all threads of a row combine to, in a fixed tree: lanes by halves, then
-    // warps in order. Every thread of the block must call it.
-    template <class F> INLINE Number over_row(Number v, F combine) {
+// Return what the v of all threads of a row combine to, in a fixed tree: lanes by halves, then warps in order. Every
+// thread of the block must call it.
+template <class F> INLINE Number over_row(Reduction& reduction, Number v, F combine) {
 #pragma unroll
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
-        if (ROW_THREADS == WARP) return v;
-        const int warp = threadIdx.x / WARP;
-        Number* warps = held + turn * WARPS;
-        if (threadIdx.x % WARP == 0) warps[warp] = v;
-        // Orders what the warps have before it is read. It is written again two turns from now,
-        // which no thread begins before all have passed the barrier of the next.
-        __syncthreads();
-        turn ^= 1;
-        warps += warp / ROW_WARPS * ROW_WARPS;
-        v = warps[0];
-        for (int w = 1; w < ROW_WARPS; ++w) v = combine(v, warps[w]);
-        return v;
-    }
-};
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
+    return reduction.over_warps(v, combine);
+}
 
 // ---- rows ----
 
@@ -34,6 +27,7 @@ struct Row {
     Number rest; // the rounding of the mean to float64, which all elements share
     Number rstd;
     int exponent, rstd_exponent; // 0 without LN_PAIRS
+    Number mean_g, slope; // of the backward, if dx is wanted: means over the row of g, and of (g - mean_g) * xhat
 };
 
 INLINE double raised(const Row& row, double v) { return LN_PAIRS ? v * power_of_two(-row.exponent) : v; }
@@ -56,7 +50,7 @@ template <class F, class... Sources>
 INLINE Number mean_of(const Parameters& p, Reduction& reduction, Index n, F term, const Sources&... sources) {
     Number sum = number(0.0);
     for_each(n, [&](int, auto... elements) { sum = sum + term(elements...); }, sources...);
-    sum = reduction.over_row(total(sum), [](Number a, Number b) { return a + b; });
+    sum = over_row(reduction, total(sum), [](Number a, Number b) { return a + b; });
     return over_n(sum, (double)p.n);
 }
 
@@ -66,7 +60,7 @@ INLINE void choose_scale(Row& row, const Columns<X>& x, Reduction& reduction) {
     for_each(x.n, [&](int, double v) { largest = magnitude(v) > largest ? magnitude(v) : largest; }, x);
     const auto larger = [](Number a, Number b) { return high(b) > high(a) ? b : a; };
     // Within 2**+-1000 it is undone by one factor.
-    row.exponent = clamped(exponent_of(high(reduction.over_row(number(largest), larger))), 1000);
+    row.exponent = clamped(exponent_of(high(over_row(reduction, number(largest), larger))), 1000);
 }
 
 INLINE void set_rstd(Row& row, Number var, double eps) {
@@ -99,37 +93,34 @@ INLINE Row statistics(const Columns<X>& x, const Parameters& p, Reduction& reduc
     return row;
 }
 
-INLINE void keep(const Row& row, const Parameters& p, long long at) {
-    p.mean[at] = lowered(row, row.mean);
-    p.mean_lo[at] = high(row.rest);
-    p.rstd[at] = high(row.rstd);
+// Call f(word kept, word of the row) for the statistics of a row.
+template <class F> INLINE void for_each_word(const Parameters& p, long long at, Row& row, F f) {
+    f(p.mean[at], row.mean);
 #if LN_PAIRS
-    p.mean_tail[at] = row.rest.low;
-    p.rstd_lo[at] = row.rstd.low;
-    p.exponent[2 * at] = (short)row.exponent;
-    p.exponent[2 * at + 1] = (short)row.rstd_exponent;
+    f(p.mean_lo[at], row.rest.high);
+    f(p.mean_tail[at], row.rest.low);
+    f(p.rstd[at], row.rstd.high);
+    f(p.rstd_lo[at], row.rstd.low);
+    f(p.exponent[2 * at], row.exponent);
+    f(p.exponent[2 * at + 1], row.rstd_exponent);
+#else
+    f(p.mean_lo[at], row.rest);
+    f(p.rstd[at], row.rstd);
 #endif
 }
 
 INLINE Row kept(const Parameters& p, long long at) {
     Row row = {};
-    row.mean = p.mean[at];
-    row.rest = number(p.mean_lo[at]);
-    row.rstd = number(p.rstd[at]);
-#if LN_PAIRS
-    row.exponent = p.exponent[2 * at];
-    row.rstd_exponent = p.exponent[2 * at + 1];
+    for_each_word(p, at, row, [](auto& kept, auto& word) { word = kept; });
     row.mean = raised(row, row.mean);
-    row.rest.low = p.mean_tail[at];
-    row.rstd.low = p.rstd_lo[at];
-#endif
     return row;
 }
 
+#if LN_FORWARD
 // ---- the forward ----
 
-INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
+    Reduction reduction = {reinterpret_cast<Number*>(shared)};
     const Columns<Gamma> gamma = gamma_of(p);
     const Columns<Beta> beta = beta_of(p);
     const long long step = (long long)gridDim.x * SLOTS;
@@ -137,8 +128,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     for (long long base = (long long)blockIdx.x * SLOTS; base < p.rows; base += step) {
         const long long at = base + slot();
         const Columns<X> x = {p.x + at * p.x_stride, at < p.rows ? p.n : 0};
-        const Row row = statistics(x, p, reduction);
-        if (x.n > 0 && row_thread() == 0) keep(row, p, at);
+        Row row = statistics(x, p, reduction);
         for (Index v = 0; v < vectors_of(p.n); ++v) {
             const int count = count_of(v, x.n);
             Vector<X> y = {};
@@ -147,22 +137,20 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
             }, x.at(v), gamma.at(v), beta.at(v));
             store(p.out + at * p.out_stride + column(v), y, count);
         }
+        // The mean is kept in the scale of x.
+        row.mean = lowered(row, row.mean);
+        if (x.n > 0 && row_thread() == 0) for_each_word(p, at, row, [](auto& kept, auto& word) { kept = word; });
     }
 }
 
+#else
 // ---- the backward, chunk by chunk ----
-
-// Row sums of the backward: mean of g, and mean of (g - mean of g) * xhat.
-struct Projection {
-    Number mean_g, slope;
-};
 
 // g is centered before it meets xhat: then a large mean of g costs no digit.
 INLINE Number centered_g(double dy, double gamma, Number mean_g) { return product(dy, gamma) - mean_g; }
 
-// Put the row sums of rows [first, stop) into `projections`.
-INLINE void project(const Parameters& p, long long first, long long stop, Reduction& reduction,
-                    Projection* projections) {
+// Put rows [first, stop) into `rows`.
+INLINE void project(const Parameters& p, long long first, long long stop, Reduction& reduction, Row* rows) {
     const Columns<Gamma> gamma = gamma_of(p);
     // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
     for (long long base = first; base < stop; base += SLOTS) {
@@ -170,72 +158,52 @@ INLINE void project(const Parameters& p, long long first, long long stop, Reduct
         const Index n = at < stop ? p.n : 0;
         const Columns<X> x = {p.x + at * p.x_stride, n};
         const Columns<DY> dy = {p.dy + at * p.dy_stride, n};
-        const Row row = at < stop ? kept(p, at) : Row{};
-        Projection of;
-        of.mean_g = mean_of(p, reduction, n, product, dy, gamma);
-        of.slope = mean_of(p, reduction, n, [&](double x, double dy, double gamma) {
-            return centered_g(dy, gamma, of.mean_g) * xhat_of(row, x);
-        }, x, dy, gamma);
-        if (row_thread() == 0 && at < stop) projections[at - first] = of;
+        Row row = at < stop ? kept(p, at) : Row{};
+        if (p.out != nullptr) {
+            row.mean_g = mean_of(p, reduction, n, product, dy, gamma);
+            row.slope = mean_of(p, reduction, n, [&](double x, double dy, double gamma) {
+                return centered_g(dy, gamma, row.mean_g) * xhat_of(row, x);
+            }, x, dy, gamma);
+        }
+        if (row_thread() == 0 && at < stop) rows[at - first] = row;
     }
-    // Orders the projections before they are read.
+    // Orders the rows before they are read.
     __syncthreads();
 }
 
 // Write dx of vector v of row `at`, if wanted; add what it adds to the sums over rows: dgamma, dbeta.
-INLINE void pull_back(const Parameters& p, long long at, const Projection& of, Index v, Number (&sums)[2][VECTOR]) {
-    const Row row = kept(p, at);
+INLINE void pull_back(const Parameters& p, long long at, const Row row, Index v, Number (&sums)[2][VECTOR]) {
     const int count = count_of(v, p.n);
     Vector<X> dx = {};
     for_each_of(count, [&](int i, double x, double dy, double gamma) {
         const Number xhat = xhat_of(row, x);
         sums[0][i] = sums[0][i] + xhat_of(row, x, DGAMMA_SCALE) * dy;
         sums[1][i] = sums[1][i] + dy;
-        const Number rest = centered_g(dy, gamma, of.mean_g) - xhat * of.slope;
+        const Number rest = centered_g(dy, gamma, row.mean_g) - xhat * row.slope;
         round_scaled(dx.e[i], rest * row.rstd, row.rstd_exponent);
     }, load(p.x + at * p.x_stride + column(v), count), load(p.dy + at * p.dy_stride + column(v), count),
        gamma_of(p).at(v));
     if (p.out != nullptr) store(p.out + at * p.out_stride + column(v), dx, count);
 }
 
-// Add up the slots of the block, in order, and put the sums of vector v of a chunk away, for dgamma or
-// dbeta. `combined` is (SLOTS, ROW_THREADS * VECTOR) in shared memory.
-INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
-                  const Number (&sums)[VECTOR], Number* combined) {
-    constexpr int WIDTH = ROW_THREADS * VECTOR;
-    Number* partial = p.partials + (2 * chunk + which) * p.n + v * WIDTH;
-    const long long rest = p.n - v * WIDTH;
-    unrolled<VECTOR>([&](int i) { combined[threadIdx.x * VECTOR + i] = sums[i]; });
-    // Orders the sums of all slots before they are read.
-    __syncthreads();
-    for (int col = threadIdx.x; col < WIDTH && col < rest; col += BLOCK) {
-        Number sum = number(0.0);
-        for (int s = 0; s < SLOTS; ++s) sum = sum + combined[s * WIDTH + col];
-        partial[col] = total(sum);
-    }
-    // Orders these reads before the next sums are written.
-    __syncthreads();
-}
-
-// The row sums of all rows of a chunk, then column by column all rows again, because the sums of a whole row would
-// not fit registers.
-INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
-    Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    // Behind the two turns of a number for each warp; then (chunk_rows) projections.
-    Number* combined = reduction.held + 2 * WARPS;
-    Projection* projections = reinterpret_cast<Projection*>(combined + BLOCK * VECTOR);
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
+    Reduction reduction = {reinterpret_cast<Number*>(shared)};
+    // Behind the two turns of a number for each warp; then (chunk_rows) rows.
+    Number* combined = reduction.parts + 2 * WARPS;
+    Row* rows = reinterpret_cast<Row*>(combined + BLOCK * VECTOR);
     for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
         const long long first = chunk * p.chunk_rows, end = first + p.chunk_rows, stop = end < p.rows ? end : p.rows;
-        if (p.out != nullptr) project(p, first, stop, reduction, projections);
+        project(p, first, stop, reduction, rows);
         for (Index v = 0; v < vectors_of(p.n); ++v) {
             Number sums[2][VECTOR] = {};
             for (long long at = first + slot(); at < stop; at += SLOTS)
-                pull_back(p, at, p.out != nullptr ? projections[at - first] : Projection{}, v, sums);
+                pull_back(p, at, rows[at - first], v, sums);
             unrolled<2>([&](int which) {
                 if (p.partials != nullptr) flush(p, chunk, which, v, sums[which], combined);
             });
         }
-        // Orders the reads of the projections before the next chunk's are written.
+        // Orders the reads of the rows before the next chunk's are written.
         __syncthreads();
     }
 }
+#endif

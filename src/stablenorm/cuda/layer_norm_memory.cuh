@@ -90,5 +90,35 @@ INLINE void for_each(Index n, F f, const Sources&... sources) {
 
 // ---- over the threads of a row ----
 
+// Warps of a row, each of which leaves a number for the others.
+template <class T> struct Exchange {
+    T* parts;           // (2 turns, SLOTS, ROW_WARPS) in shared memory
+    Barrier* barriers;  // (SLOTS), of fast kernels: a barrier for each row of the block
+    int turn;
+
+    // Return what `mine`, the same in all lanes, combines to, warps in order. Every thread of the row must call it;
+    // without barriers, of the block.
+    template <class F> INLINE T over_warps(T mine, F combine) {
+        if (ROW_WARPS == 1) return mine;
+        T* row = parts + ((turn & 1) * SLOTS + slot()) * ROW_WARPS;
+        const bool first = threadIdx.x % WARP == 0;
+        if (first) row[row_thread() / WARP] = mine;
+        // Each barrier orders what the warps leave before it is read; it is written again two turns from now, which
+        // no thread begins before all have passed the barrier of the next.
+        if (LN_N == 0) {
+            __syncthreads();
+        } else {
+            // Orders this warp's reads of the turn before, which is written again next, before it arrives.
+            __syncwarp();
+            if (first) barrier_arrive(&barriers[slot()]);
+            barrier_wait(&barriers[slot()], turn & 1);
+        }
+        ++turn;
+        mine = row[0];
+        unrolled<ROW_WARPS - 1>([&](int w) { mine = combine(mine, row[w + 1]); });
+        return mine;
+    }
+};
+
 INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
 INLINE Wide exchanged(Wide a, int lanes) { return {exchanged(a.high, lanes), exchanged(a.low, lanes)}; }

@@ -4,19 +4,15 @@
 
 // ---- dtypes ----
 
-struct Float16 { unsigned short bits; };
-struct Bfloat16 { unsigned short bits; };
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+using float32 = float;
+using float64 = double;
 
-template <int code> struct Dtype;
-template <> struct Dtype<0> { using type = Float16; };
-template <> struct Dtype<1> { using type = Bfloat16; };
-template <> struct Dtype<2> { using type = float; };
-template <> struct Dtype<3> { using type = double; };
-
-using X = Dtype<LN_X>::type;
-using DY = Dtype<LN_DY>::type;
-using Gamma = Dtype<LN_GAMMA>::type;
-using Beta = Dtype<LN_BETA>::type;
+using X = LN_X;
+using DY = LN_DY;
+using Gamma = LN_GAMMA;
+using Beta = LN_BETA;
 
 // ---- float64: the compiler is told to contract nothing, so that + and * round once ----
 
@@ -100,10 +96,10 @@ INLINE unsigned short double_to_half(double v) {
 }
 #endif
 
-INLINE float small(Float16 v) { return (float)half_to_double(v.bits); }
-INLINE float small(Bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
+INLINE float small(float16 v) { return (float)half_to_double(v.bits); }
+INLINE float small(bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
 INLINE float small(float v) { return v; }
-INLINE double lift(Float16 v) { return half_to_double(v.bits); }
+INLINE double lift(float16 v) { return half_to_double(v.bits); }
 INLINE double lift(float v) { return v; }
 INLINE double lift(double v) { return v; }
 
@@ -122,23 +118,23 @@ INLINE double odd_sum(Wide v) {
     return even && v.low != 0.0 && is_finite(v.high) ? neighbor(v.high, v.low) : v.high;
 }
 
-INLINE void round_into(Float16& out, double v) { out.bits = double_to_half(v); }
+INLINE void round_into(float16& out, double v) { out.bits = double_to_half(v); }
 INLINE void round_into(float& out, double v) { out = __double2float_rn(v); }
 INLINE void round_into(double& out, double v) { out = v; }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // Devices from 9.0 on convert between float64 and bfloat16 by one instruction, which rounds once.
-INLINE double lift(Bfloat16 v) {
+INLINE double lift(bfloat16 v) {
     double result;
     asm("cvt.f64.bf16 %0, %1;" : "=d"(result) : "h"(v.bits));
     return result;
 }
-INLINE void round_into(Bfloat16& out, double v) {
+INLINE void round_into(bfloat16& out, double v) {
     asm("cvt.rn.bf16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
 }
 #else
-INLINE double lift(Bfloat16 v) { return small(v); }
-INLINE void round_into(Bfloat16& out, double v) {
+INLINE double lift(bfloat16 v) { return small(v); }
+INLINE void round_into(bfloat16& out, double v) {
     const unsigned bits = __float_as_uint(odd_float(v));
     // The carry of a NaN with all bits set would make it a zero.
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;

@@ -1,6 +1,11 @@
 // The fast backward of layer_norm.cu for rows within a warp: no barrier of the block but for a chunk's sums.
 //
-// The sum of g of the next row travels with the slope of this one, so that a row takes one exchange.
+// The lanes of a row, a slot, hold it in STAGES of their own. For each row: the slope, mean of (g - mean of g) *
+// (x - mean), then dx, then the next row is asked for; the sums over rows stay in registers until a chunk ends, when
+// `flush` adds up the slots. g is centered before it meets x - mean, so that a large mean of g costs no digit. The
+// slope therefore needs the mean of g first, two exchanges a row; but the sum of g of the *next* row travels with the
+// slope of this one, and one is left. Rows past the end are all 0 and add 0, so that no lane leaves its warp.
+// Read next: layer_norm_warps.cuh, for rows that are too long for this.
 
 // The rows of a slot, chunk by chunk; in between lie the chunks of the other blocks.
 struct Cursor {
@@ -20,30 +25,13 @@ struct Cursor {
 
 struct ShortRows {
     const Parameters& p;
-    Table gamma, combined;
-    Vector<X>* stages;  // (STAGES, 2, VECTORS, BLOCK), x and dy: this thread's first
-
-    INLINE Vector<X>* stage(int s, int which, int v) const {
-        return stages + ((s * 2 + which) * VECTORS + v) * BLOCK;
-    }
-
-    INLINE void ask(int s, Cursor& asked) const {
-        unrolled<VECTORS>([&](int v) {
-            const int count = asked.row < p.rows ? elements(v) : 0;
-            const long long row = count ? asked.row : 0, col = count ? column(v) : 0;
-            fetch(stage(s, 0, v), p.x + row * p.x_stride + col, count);
-            fetch(stage(s, 1, v), p.dy + row * p.dy_stride + col, count);
-        });
-        commit_copies();
-        asked.advance();
-    }
-
-    INLINE Record record(long long row) const { return row < p.rows ? record_of(p, row) : Record{}; }
+    Table gamma;
+    Stages stages;
 
     INLINE double sum_of_g(int s) const {
         double sum = 0.0;
         unrolled<VECTORS>([&](int v) {
-            const Vector<X> dy = *stage(s, 1, v);
+            const Vector<X> dy = *stages.at(s, 1, v);
             unrolled<VECTOR>([&](int i) { sum = fma(lift(dy.e[i]), gamma.at(vector_of(v), i), sum); });
         });
         return sum;
@@ -51,7 +39,7 @@ struct ShortRows {
 
     // Call f(i, x - mean, dy, gamma) for the elements of vector v of this thread.
     template <class F> INLINE void for_each_element(int s, int v, const Record& row, F f) const {
-        const Vector<X> x = *stage(s, 0, v), dy = *stage(s, 1, v);
+        const Vector<X> x = *stages.at(s, 0, v), dy = *stages.at(s, 1, v);
         const int count = elements(v);
         unrolled<VECTOR>([&](int i) {
             // A select, since x - mean is not 0 past the end; dy is.
@@ -59,42 +47,23 @@ struct ShortRows {
             f(i, c, lift(dy.e[i]), gamma.at(vector_of(v), i));
         });
     }
-
-    // Add up the slots of the block, the lanes of a warp first, and put the sums of a chunk away.
-    INLINE void flush(long long chunk, int which, double (&sums)[ELEMENTS]) const {
-        unrolled<ELEMENTS>([&](int e) {
-#pragma unroll
-            for (int lanes = ROW_THREADS; lanes < WARP; lanes *= 2)
-                sums[e] = sums[e] + exchanged(sums[e], lanes);
-        });
-        for (int warp = 0; warp < WARPS; ++warp) {
-            // Orders the warps, one after the other, and the reads of the last sums before the first.
-            __syncthreads();
-            if (threadIdx.x / WARP != warp || threadIdx.x % WARP >= ROW_THREADS) continue;
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; ++e) {
-                double& sum = combined.at(vector_of(e / VECTOR), e % VECTOR);
-                sum = warp ? sum + sums[e] : sums[e];
-            }
-        }
-        // Orders the sums before they are read.
-        __syncthreads();
-        for (int col = threadIdx.x; col < N; col += BLOCK)
-            p.partials[(2 * chunk + which) * N + col] = combined.at(col / VECTOR, col % VECTOR);
-    }
 };
 
-INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
-    double* tables = reinterpret_cast<double*>(shared);
-    const ShortRows rows = {p, {tables}, {tables + Table::SIZE},
-                            reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x};
-    rows.gamma.widen(gamma_of(p));
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
+    // The table of gamma, what `flush` combines, and the stages.
+    const Table gamma = {reinterpret_cast<double*>(shared)};
+    double* combined = gamma.memory + Table::SIZE;
+    Vector<X>* stages = reinterpret_cast<Vector<X>*>(combined + BLOCK * VECTOR);
+    const ShortRows rows = {p, gamma, {p, stages + threadIdx.x}};
+    gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
     Cursor asked = {p}, at = {p};
-    unrolled<STAGES>([&](int s) { rows.ask(s, asked); });
+    const auto ask = [&](int s) { rows.stages.ask(s, asked.row), asked.advance(); };
+    const auto record = [&] { return at.row < p.rows ? record_of(p, at.row) : Record{}; };
+    unrolled<STAGES>(ask);
     wait_copies<STAGES - 1>();
-    Record next = rows.record(at.row);
+    Record next = record();
     next.mean_g = over(over_lanes({0.0, rows.sum_of_g(0)}).b);
     double sums[2][ELEMENTS] = {};
     int s = 0;
@@ -102,7 +71,7 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
         Record row = next;
         const long long here = at.row;
         const bool ends = at.advance();
-        next = rows.record(at.row);
+        next = record();
         // This row and the next have arrived.
         wait_copies<STAGES - 2>();
         double slope = 0.0;
@@ -123,11 +92,18 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
             });
             if (p.out && here < p.rows) store(p.out + here * p.out_stride + column(v), dx, elements(v));
         });
-        rows.ask(s, asked);
+        ask(s);
         s = after;
         if (!ends) continue;
         unrolled<2>([&](int which) {
-            if (p.partials) rows.flush(chunk, which, sums[which]);
+            unrolled<ELEMENTS>([&](int e) {
+#pragma unroll
+                for (int lanes = ROW_THREADS; lanes < WARP; lanes *= 2)
+                    sums[which][e] = sums[which][e] + exchanged(sums[which][e], lanes);
+            });
+            unrolled<VECTORS>([&](int v) {
+                if (p.partials) flush(p, chunk, which, v, &sums[which][v * VECTOR], combined);
+            });
             unrolled<ELEMENTS>([&](int e) { sums[which][e] = 0.0; });
         });
         chunk += gridDim.x;

@@ -3,6 +3,24 @@
 // dgamma is summed in a scale of its own: a sum of subnormals has low words too.
 constexpr int DGAMMA_SCALE = LN_PAIRS ? 128 : 0;
 
+// Add up the slots of the block, in order, and put the sums of vector v of a chunk away, for dgamma or dbeta. Slots
+// within a warp have been added up by lanes. `combined` is (BLOCK * VECTOR) in shared memory.
+INLINE void flush(const Parameters& p, long long chunk, int which, Index v, const Number* sums, Number* combined) {
+    constexpr int WIDTH = ROW_THREADS * VECTOR, PARTS = ROW_THREADS < WARP ? WARPS : SLOTS;
+    unrolled<VECTOR>([&](int i) { combined[threadIdx.x * VECTOR + i] = sums[i]; });
+    // Orders the sums of all slots before they are read.
+    __syncthreads();
+    Number* partial = p.partials + (2 * chunk + which) * p.n + v * WIDTH;
+    const long long rest = p.n - v * WIDTH;
+    for (int col = threadIdx.x; col < WIDTH && col < rest; col += BLOCK) {
+        Number sum = number(0.0);
+        for (int i = 0; i < PARTS; ++i) sum = sum + combined[i * (BLOCK * VECTOR / PARTS) + col];
+        partial[col] = total(sum);
+    }
+    // Orders these reads before the next sums are written.
+    __syncthreads();
+}
+
 // Past the first-level cache, which is not kept coherent between multiprocessors.
 INLINE double load_shared(const double* p) { return __ldcg(p); }
 INLINE Wide load_shared(const Wide* p) { return {__ldcg(&p->high), __ldcg(&p->low)}; }

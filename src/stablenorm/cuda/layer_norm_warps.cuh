@@ -156,7 +156,7 @@ struct Pipeline {
     }
 };
 
-INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     const Table gamma = {reinterpret_cast<double*>(shared)};
     float* small_gamma = reinterpret_cast<float*>(gamma.memory + Table::SIZE);
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);
@@ -167,13 +167,14 @@ INLINE void backward_chunks(const Parameters& p, unsigned char* shared) {
                             (last ? p.chunks * p.chunk_rows - p.rows : 0);
     const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES, turns};
     gamma.widen(gamma_of(p));
+    // Each thread reads what it has just written.
     for (int at = threadIdx.x; at < Table::SIZE; at += LN_THREADS)
-        small_gamma[at] = at >= N ? 0.0f : p.gamma ? (float)lift(p.gamma[at]) : 1.0f;
+        small_gamma[at] = (float)gamma.at(at / VECTOR, at % VECTOR);
     if (threadIdx.x < STAGES) {
         barrier_init(&line.full[threadIdx.x], BULK ? 1 : WARP);
         barrier_init(&line.ready[threadIdx.x], 1);
         barrier_init(&line.empty[threadIdx.x], ROW_WARPS);
-        show_barriers();
+        if constexpr (HAS_BULK) show_barriers();
     }
     // Orders the tables and the barriers before their use.
     __syncthreads();

@@ -7,19 +7,12 @@ depend on the device and change no bit.
 """
 
 import functools
-import re
 import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cuda.compile import source
-from stablenorm.formats import FORMATS
-
 Dtype = np.dtype[Any]
-
-# The numbers that layer_norm.cu knows dtypes by.
-_CODES = {each.dtype: code for code, each in enumerate(FORMATS)}
 
 _VECTOR_BYTES = 16
 _WARP = 32
@@ -50,12 +43,13 @@ class Kernel(NamedTuple):
     """Compile-time configuration of `layer_norm.cu`: each field is the definition LN_ and its name."""
 
     forward: bool
-    # Codes of the dtypes of x (of y and dx too), dy, gamma (and dgamma), beta (and dbeta): 0 float16, 1 bfloat16,
-    # 2 float32, 3 float64. In a forward `dy` is that of x.
-    x: int
-    dy: int
-    gamma: int
-    beta: int
+    # Names of the dtypes of x (of y and dx too), dy, gamma (and dgamma), beta (and dbeta). In a forward `dy` is that of x.
+    x: str
+    dy: str
+    gamma: str
+    beta: str
+    # Whether the arithmetic is that of pairs.
+    pairs: bool
     # Elements of a row; 0: the general kernel, for any number.
     n: int = 0
     # Threads of a row, and rows that a block has in hand at a time.
@@ -81,13 +75,17 @@ class Kernel(NamedTuple):
 
     @property
     def defines(self) -> tuple[str, ...]:
-        """Options for the compiler."""
-        return tuple(f"-DLN_{name.upper()}={value:d}" for name, value in self._asdict().items())
+        """Definitions for the compiler."""
+        fields = {"entry": self.entry, **self._asdict()}.items()
+        return tuple(
+            f"LN_{name.upper()}={int(value) if isinstance(value, bool) else value}"
+            for name, value in fields
+        )
 
     @property
     def number_bytes(self) -> int:
         """Bytes of a sum: pairs for float64, else float64."""
-        return 16 if FORMATS[self.x].dtype.itemsize == 8 else 8
+        return 16 if self.pairs else 8
 
 
 @functools.lru_cache(1024)
@@ -106,11 +104,11 @@ def choose_kernel(
     A block may have `shared` bytes of shared memory, at least 99 KiB; rows that are `aligned` begin at multiples of
     16 bytes.
     """
-    codes = [_CODES[x if each is None else each] for each in (x, dy, gamma, beta)]
-    kernel = Kernel(dy is None, codes[0], codes[1], codes[2], codes[3])
+    names = [(x if each is None else each).name for each in (x, dy, gamma, beta)]
+    kernel = Kernel(dy is None, names[0], names[1], names[2], names[3], x.itemsize == 8)
     vector = _VECTOR_BYTES // x.itemsize
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
-    if x.itemsize == 8 or not (dy is None or dy == x) or n > longest:
+    if kernel.pairs or not (dy is None or dy == x) or n > longest:
         return _general(kernel, n, vector)
     plan = _forward if dy is None else _warps if n > _SHORT else _short
     return plan(kernel._replace(n=n, aligned=aligned), -(-n // vector), vector, shared)
@@ -146,7 +144,9 @@ def _short(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
         row_threads=threads, slots=_BLOCK // threads, vectors=vectors, least_blocks=blocks
     )
     stage = 2 * _VECTOR_BYTES * vectors * _BLOCK
-    return _staged(kernel, 16 * threads * vectors * vector, stage, 4, shared)
+    # gamma in float64; a vector of sums of each thread.
+    fixed = 8 * vector * (threads * vectors + _BLOCK)
+    return _staged(kernel, fixed, stage, 4, shared)
 
 
 def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
@@ -170,9 +170,10 @@ def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel:
 def _general(kernel: Kernel, n: int, vector: int) -> Kernel:
     if n <= 4 * _WARP * vector:
         kernel = kernel._replace(row_threads=_WARP, slots=_BLOCK // _WARP)
-    # Two turns of a sum for each warp; the sums of the slots, and two row sums of each row of a chunk.
-    numbers = 2 * (_BLOCK // _WARP) + (0 if kernel.forward else _BLOCK * vector + 2 * _MOST_ROWS)
-    return kernel._replace(shared_bytes=numbers * kernel.number_bytes)
+    # Two turns of a sum for each warp; the sums of the slots, and the rows of a chunk: four numbers and 16 bytes each.
+    numbers = 2 * (_BLOCK // _WARP) + (0 if kernel.forward else _BLOCK * vector + 4 * _MOST_ROWS)
+    rows = 0 if kernel.forward else 16 * _MOST_ROWS
+    return kernel._replace(shared_bytes=numbers * kernel.number_bytes + rows)
 
 
 def _lanes(threads: int) -> int:
@@ -192,21 +193,11 @@ def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
     return -(-rows // size), size
 
 
-def _parameters() -> Dtype:
-    """Return struct Parameters of layer_norm.cu as a dtype; each field has eight bytes, and so there is no padding."""
-    body = source().partition("struct Parameters {")[2].partition("};")[0]
-    fields = re.findall(r"^ +(.+?) (\w+(?:, \w+)*);", body, re.MULTILINE)
-    # Anything else is a pointer.
-    numbers = {"long long": np.int64, "double": np.float64}
-    typed = [(names.split(", "), numbers.get(kind, np.uint64)) for kind, names in fields]
-    return np.dtype([(name, number) for names, number in typed for name in names])
-
-
-_PARAMETERS = _parameters()
-_STRUCT = struct.Struct("".join(_PARAMETERS[name].char for name in _PARAMETERS.names or ()))
+# struct Parameters of layer_norm.cu: addresses, integers and, at the end, eps, of eight bytes each.
+_PARAMETERS = struct.Struct("22qd")
 
 
 def pack(*values: float) -> np.ndarray[Any, Any]:
-    """Return the values of the fields of struct Parameters as an array of one element."""
+    """Return the fields of struct Parameters as an array of one element."""
     # A third of the time of np.array.
-    return np.frombuffer(_STRUCT.pack(*values), _PARAMETERS)
+    return np.frombuffer(_PARAMETERS.pack(*values), f"V{_PARAMETERS.size}")

@@ -118,7 +118,7 @@ def backward(
     sums = "added" if accumulate else "rounded"
     others: Any = {"dsum": dsum, "where": where, "sums": sums, **of_statistics}
     call = Backward(dy, x, norm, statistics, *gradients, **others)
-    if name == "cuda":
+    if name == "cuda" and x.size:
         run(name, call._replace(dy=(dy, axes), x=(x, axes), dx=(call.dx, axes)))
     else:
         run_passes(name, call, axes, lead)
