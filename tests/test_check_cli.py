@@ -229,7 +229,9 @@ def test_right_code_of_any_style_passes(style, capsys):
 
 @pytest.mark.parametrize("style", CLASSES)
 def test_two_mistakes_in_a_class_of_any_style_are_named(style, capsys):
-    assert main(["check", write(layer(style, CORE.replace("- mean ", ""), "0.5"))]) == 1
+    file = write(layer(style, CORE.replace("- mean ", ""), "0.5"))
+    # Each wrong element takes some forty calls of the forward.
+    assert main(["check", file, "--shape", "2", "4"]) == 1
     out, _ = shown(capsys)
     assert "FAIL: wrong gradient of x and gamma" in out
     assert "the mean of g is missing from dx" in out
@@ -239,7 +241,7 @@ def test_two_mistakes_in_a_class_of_any_style_are_named(style, capsys):
 @pytest.mark.parametrize(("spoil", "status"), [("", 0), ("- mean ", 1)])
 def test_dx_is_judged_where_no_other_gradient_is_found(spoil, status, capsys):
     text = layer("lists", CORE.replace(spoil, "")).replace("self.grads = ", "self.hidden = ")
-    assert main(["check", write(text)]) == status
+    assert main(["check", write(text), "--shape", "2", "4"]) == status
     out = shown(capsys)[0]
     assert "gamma: NOT CHECKED" in out
     assert "NOTE: dgamma is checked: the backward gives none" in out

@@ -1,22 +1,29 @@
-"""`stablenorm run`, `diagnose`: false alarms, missed mistakes, half-written files, 60 columns."""
+"""`stablenorm run`, `diagnose`, `bench`, costs: false alarms, missed mistakes, half-written files, untrue figures."""
 
+import html
+import json
 import re
 import subprocess
 import sys
+import tracemalloc
 import warnings
+from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 import stablenorm.cli.run as job
-from stablenorm import layer_norm, layer_norm_forward
+from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
+from stablenorm.api import FUNCTIONS
+from stablenorm.backends import BACKENDS
 from stablenorm.cli import main, parts
+from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.testing import near_midpoints
+from stablenorm.testing.plain import plain_backward, plain_forward
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
-
-
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
@@ -194,3 +201,84 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     assert [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()] == []
     assert err == ""
     assert "E[x^2] - E[x]^2" in " ".join(out.split())
+
+
+# ---- bench, costs, the page of run ----
+
+
+def call_once(calls, **_):
+    """Call each once, instead of timing it."""
+    for call in calls.values():
+        call()
+    return {name: timing.Timing(1e-3 * k, 0.9e-3 * k, 2e-3 * k) for k, name in enumerate(calls, 1)}
+
+
+def test_bench_writes_every_combination(monkeypatch):
+    """The commands, not their figures."""
+    monkeypatch.setattr(timing, "measure_interleaved", call_once)
+    monkeypatch.setattr(timing, "measure_copy", partial(timing.measure_copy, nbytes=2**16))
+    monkeypatch.setattr(backends, "_default", lambda: "numpy")
+    dtypes = "--dtype", "float32", "--dtype", "bfloat16"
+    shapes = "--shape", "2", "3", "8", "--shape", "16"
+    roundings = "--rounding", "fast", "--rounding", "nearest"
+    assert main(["bench", *shapes, *dtypes, *roundings, "--json", "r.json"]) == 0
+    held = json.loads(Path("r.json").read_text())
+    # Shapes, dtypes, directions, roundings, and fresh or out=.
+    assert len(held["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
+    for row in held["rows"]:
+        nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
+        nbytes *= 2 if row["dtype"] == "bfloat16" else 4
+        assert row["bytes_per_second"] == pytest.approx(nbytes / row["seconds"])
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
+    # Memory of an earlier result would not be new.
+    request.addfinalizer(partial(set_idle_limit, get_idle_limit()))
+    set_idle_limit(0)
+    shape = 2000, 768
+    x, dy = np.random.default_rng(0).standard_normal((2, *shape)).astype(dtype)
+    norm, pull = FUNCTIONS[kind]
+    kept = plain_forward(x, x[0], x[1], kind=kind)[1]
+    calls = {"plain NumPy": (partial(plain_forward, x, x[0], x[1], kind=kind),
+                             partial(plain_backward, dy, kept, kind))}  # fmt: skip
+    for program, name in (("reference", "numpy"), ("fused CPU kernel", "native")):
+        if name in BACKENDS:
+            forward = partial(norm, x, x[0], x[1], backend=name)
+            cache = forward()[1]
+            calls[program] = forward, partial(pull, dy, cache)
+            assert cache.statistics.nbytes == next(
+                iter(cost.count_kept(shape, dtype, kind).values())
+            )
+    for program, pair in calls.items():
+        for direction, call in zip(cost.DIRECTIONS, pair, strict=True):
+            call()
+            tracemalloc.start()
+            call()
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            held = cost.count_cost(program, direction, shape, dtype, kind).held
+            # Left out: a few numbers per row and column.
+            assert held <= peak + 2**14 <= 1.06 * held + 2**18, (program, direction)
+
+
+def test_a_page_is_whole_and_fetches_nothing(capsys):
+    name = "<script>alert(1)<b> & $x$ [bold] `code` \"'.npz"
+    np.savez(name, x=X)
+    assert main(["run", name, "--kind", "rms", "--html", "page.html"]) == 0
+    source = Path("page.html").read_text("utf8")
+    assert name in html.unescape(source)
+    # It is XML as well.
+    elements = list(ET.fromstring(source).iter())
+    count = [each.tag.rpartition("}")[2] for each in elements].count
+    assert count("table") == count("caption") == 7
+    assert (count("svg"), count("script"), count("h1")) == (1, 0, 1)
+    fetched = [value for each in elements for key, value in each.items()
+               if key.rpartition("}")[2] in {"src", "href", "action"}]  # fmt: skip
+    assert all(value.startswith(("#", "data:")) for value in fetched)
+    assert not re.search(r"url\((?!#)|@import|@font-face", source)
+    # The terminal and the page show the same.
+    shown = capsys.readouterr().out
+    assert Path("page.html").resolve().as_uri() in shown
+    words = "Bits of y lost, of 24", "Against the exact result", "Counted: 3 rows of 5, float32"
+    assert all(each in shown and each in source for each in words)

@@ -106,7 +106,7 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
         return dx, *others
 
     args = data(0, (4, 17, 384))
-    counted = lambda *args: (calls.append(1), forward(*args))[1]
+    counted = lambda *args: calls.append(1) or forward(*args)
     report = check_gradients(counted, backward, args, rng=0, progress=lambda *s: done.append(s))
     assert report.passed, str(report)
     assert report.forward_calls == len(calls) < 45 * 20
@@ -122,28 +122,7 @@ def test_nothing_given_is_changed_and_none_is_not_checked():
     without_beta = lambda x, gamma, _: forward(x, gamma, 0)
     pull = lambda dy, cache: (*backward(dy, cache)[:2], None)
     report = check_gradients(without_beta, pull, [x, gamma, None], rng=0)
-    assert report.passed
     assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-
-
-ONE = [np.ones(3)]
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
-    [
-        ([], {}, ValueError, "args must be a tuple or list of at least one array"),
-        (np.ones(3), {}, ValueError, "args must be a tuple or list of at least one array"),
-        (2 * ONE, {"names": ["a", "a"]}, ValueError, "names must be one name for each of 2"),
-        (ONE, {"scales": []}, ValueError, "scales must have one entry for each of 1"),
-        (ONE, {"scales": [-1]}, ValueError, "scales must be finite and > 0, got -1"),
-        ([np.arange(3)], {}, TypeError, r"args\[0\] must be float16, .* got int64"),
-        ([np.array([1, np.nan])], {}, ValueError, "must be finite"),
-    ],
-)
-def test_wrong_use_raises(args, options, error, message):
-    with pytest.raises(error, match=message):
-        check_gradients(lambda x: (x, None), lambda dy, _: (dy,), args, **options)
 
 
 def test_assert_gradients_raises_the_report_and_the_same_rng_gives_the_same(rng):
@@ -371,8 +350,7 @@ OPEN = "INCONCLUSIVE: "
 # Reports with nothing in them, or everything, or NaN; and how the text begins.
 REPORTS = {
     "passed": (PASSED, "PASS: an error of 3.0e-12, relative, would have been seen"),
-    "nothing": (GradientReport((), 0), f"{OPEN}nothing was compared"),
-    "not given": (GradientReport((NOT_GIVEN,), 0), f"{OPEN}nothing was compared"),
+    "nothing": (GradientReport((NOT_GIVEN,), 0), f"{OPEN}nothing was compared"),
     "unclear": (GradientReport((VAGUE,), 1), f"{OPEN}no verdict on the gradient of gamma"),
     "doubt": (replace(PASSED, findings=(DOUBT,)), f"{OPEN}smoothness"),
     "others": (replace(PASSED, findings=(*FINDINGS, FINDINGS[1]._replace(layer="identities"))),
