@@ -215,7 +215,7 @@ STYLES |= {style: layer(style) for style in CLASSES}
 @pytest.mark.parametrize("style", STYLES)
 def test_right_code_of_any_style_passes(style, capsys):
     before = np.geterr()
-    assert main(["check", write(STYLES[style])]) == 0, capsys.readouterr()
+    assert main(["check", write(STYLES[style]), "--shape", "2", "2", "5"]) == 0, capsys.readouterr()
     out, err = shown(capsys)
     # The prints of the file are not among those of the check.
     assert out.startswith("mine.py: ")
@@ -400,15 +400,16 @@ def test_an_rms_norm_that_adds_1_to_gamma_is_checked_as_one(core, options, statu
 
 @pytest.mark.parametrize("form", [RMS_FUNCTIONS, RMS_CLASS], ids=["functions", "a class"])
 def test_the_kind_follows_the_name(form, capsys):
-    assert main(["check", write(RMS + form)]) == 0, capsys.readouterr()
-    assert main(["check", write(WRONG_RMS + form)]) == 1
+    check = lambda text, *options: main(["check", write(text), "--shape", "2", "4", *options])
+    assert check(RMS + form) == 0, capsys.readouterr()
+    assert check(WRONG_RMS + form) == 1
     assert "the mean of g is subtracted in dx" in shown(capsys)[0]
     names = RMS + form.replace("rms_norm", "my").replace("RMSNorm", "Norm").replace("rmsnorm", "my")
     options = ["--forward", "my_forward", "--backward", "my_backward"] if "my_" in names else []
-    assert main(["check", write(names), *options]) == 1
+    assert check(names, *options) == 1
     assert "it is that of an RMS norm: say --kind rms" in shown(capsys)[0]
-    assert main(["check", write(names), "--kind", "rms", *options]) == 0
-    assert main(["check", write(RMS + form), "--kind", "layer"]) in (1, 2)
+    assert check(names, "--kind", "rms", *options) == 0
+    assert check(RMS + form, "--kind", "layer") in (1, 2)
     shown(capsys)
 
 

@@ -156,7 +156,7 @@ def check(cache, x, eps, c):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 def test_statistics_are_near_the_exact_ones(rng, dtype, backend, eps):
-    x = ([[0.0], [1.0], [100.0]] + rng.standard_normal((3, 33))).astype(dtype)
+    x = (np.array([[0.0], [1.0], [100.0]]) + rng.standard_normal((3, 33))).astype(dtype)
     cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
     assert cache.mean.dtype == cache.rstd.dtype == np.float64
     check(cache, x, eps, Fraction(1, 2**98 if dtype.itemsize == 8 else 2**48))

@@ -180,16 +180,6 @@ def test_contract(feature, name, dtype, n, rows):
                 assert all(one[output].tobytes() == each[output].tobytes() for each in others)
 
 
-@pytest.mark.parametrize("name", ["F07", "F12", "F16", "F33", "F35"])
-@pytest.mark.parametrize("dtypes", ["f2 f4 f4 f2", "f4 f8 f8 f4", "f4 f4 f4 f8", "f8 f2 f4 f4"])
-def test_mixtures_to_nearest(name, dtypes, rng):
-    """The dtypes are those of x, gamma, beta and dy."""
-    *given, eps, dy = make_case(name, "f2", 9, 6)
-    pairs = zip((*given, dy), dtypes.split(), strict=True)
-    *mixed, dy = ((each * (1 + rng.random(9))).astype(dtype) for each, dtype in pairs)
-    assert_right(Case(*mixed, eps, dy), roundings=["nearest"])
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
     if why_not := FAMILIES[name].why_not(dtype, 33):
@@ -296,7 +286,8 @@ def before_rounding(case):
     [(name, n) for n in (2, 100, 768) for name in FINITE if FAMILIES[name].applies("float32", n)],
 )
 def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
-    case = make_case(name, "float32", n, max(4, FAMILIES[name].smallest_rows))
+    # The oracle's time goes into long rows.
+    case = make_case(name, "float32", n, max(1 if n > 100 else 4, FAMILIES[name].smallest_rows))
     found, sizes = before_rounding(case)
     height = 18 + math.ceil(math.log2(n / 128)) if n >= 128 else min(n - 1, 18)
     limits = bounds(height, math.ceil(math.log2(len(case.x))) + 1)

@@ -34,11 +34,10 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
     function, gradient, shapes = OPERATIONS[name]
-    spoiled = (1,) * len(shapes[-1])
 
     def spoil(dy, cache):
         *found, last = (np.array(g) for g in gradient(dy, cache))
-        last[spoiled] *= 1.01
+        last[1, 1] *= 1.01
         return *found, last
 
     for seed in range(3):
@@ -46,9 +45,8 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
         args = [rng.standard_normal(shape) for shape in shapes]
         report = check_gradients(function, gradient, args, rng=rng)
         assert report.verdict == "PASS", f"seed {seed}\n{report}"
-    report = check_gradients(function, spoil, args, rng=rng)
-    *others, wrong = report.arguments
-    assert (report.verdict, wrong.failing, wrong.index) == ("FAIL", 1, spoiled)
+    *others, wrong = check_gradients(function, spoil, args, rng=rng).arguments
+    assert (wrong.verdict, wrong.failing, wrong.index) == ("FAIL", 1, (1, 1))
     assert all(each.verdict == "PASS" for each in others)
 
 
@@ -244,9 +242,8 @@ def test_a_saturated_softmax_is_no_false_alarm(size):
 CALLS = count(1)
 
 
-def drift(a):
-    """Wrong by a little more at each call."""
-    return a * (1 + 1e-6 * next(CALLS))
+# Wrong by a little more at each call.
+drift = lambda a: a * (1 + 1e-6 * next(CALLS))
 
 
 def fail(*_):
@@ -361,14 +358,9 @@ REPORTS = {
 }  # fmt: skip
 
 
-def test_the_verdict_comes_first_then_the_diagnosis_then_the_rest():
-    assert str(REPORT).splitlines() == [
-        "FAIL: wrong gradient of x",
-        "  gamma is applied twice.",
-        "  x: FAIL (row 5): 24 of 24 elements, 4 differ, resolution 3.0e-11",
-        "      at [1, 2, 0]: backward 1.5, numeric 1",
-        "      differ by 5.00e-01, z = 5e+11; bounds: backward 1.00e-15, numeric 1.00e-12",
-        "  gamma: PASS: 4 of 4 elements, resolution 3.0e-12",
+def test_findings_are_counted_by_their_layer_and_those_that_did_not_pass_are_told():
+    """The lines before them are those of a page, which test_examples.py runs."""
+    assert str(REPORT).splitlines()[-6:] == [
         "  beta: NOT CHECKED: the argument is None",
         "  contract: 1 PASS, 1 FAIL, 1 NOTE",
         "    FAIL: dy is not modified: dy[0, 1] was 1.0, then 2.0",

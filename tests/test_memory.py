@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -16,10 +17,7 @@ from stablenorm.memory import empty, get_idle_bytes, get_idle_limit, set_idle_li
 pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
 # Four MiB, of which the memory is as large: capacities are 4, 5, 6 or 7 times a power of two.
-SHAPE = (1024, 1024)
 NBYTES = 4 << 20
-FLOAT32 = np.dtype(np.float32)
-BYTE = np.dtype(np.uint8)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +31,7 @@ def limit():
     set_idle_limit(before)
 
 
-def new(shape=SHAPE, dtype=FLOAT32):
+def new(shape=(1024, 1024), dtype=np.float32):
     return empty(shape, np.dtype(dtype))
 
 
@@ -122,11 +120,8 @@ def test_arrays_are_like_any_other(dtype):
     dtype, shape = np.dtype(dtype), (3, 701, 303)
     arrays = [new(shape, dtype) for _ in range(5)]
     for array in arrays:
-        assert type(array) is np.ndarray
-        assert array.dtype == dtype
-        assert (array.shape, array.flags.c_contiguous) == (shape, True)
-        assert array.flags.aligned
-        assert array.flags.writeable
+        assert (type(array), array.dtype, array.shape) == (np.ndarray, dtype, shape)
+        assert array.flags.carray
         assert place(array) % 64 == 0
         array.flags.writeable = False
         array.flags.writeable = True
@@ -141,7 +136,7 @@ def test_arrays_are_like_any_other(dtype):
 # ---- threads, processes, the system ----
 
 
-def test_many_threads():
+def test_many_threads(request):
     set_idle_limit(4 * NBYTES)
     start = threading.Barrier(8)
 
@@ -149,7 +144,7 @@ def test_many_threads():
         start.wait()
         parts = [None] * 3
         for i in range(200):
-            array = new((NBYTES + (i % 3 << 20),), BYTE)
+            array = new((NBYTES + (i % 3 << 20),), np.uint8)
             array[:: 1 << 16] = mark
             parts[i % 3] = array[1 << 16 :]
             del array
@@ -157,14 +152,11 @@ def test_many_threads():
             # Each thread may have one more that it has not released yet.
             assert get_idle_bytes() <= 4 * NBYTES + 8 * (2 << 20)
 
-    interval = sys.getswitchinterval()
     # So that threads take turns within an ask.
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(loop, range(8)))
-    finally:
-        sys.setswitchinterval(interval)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(loop, range(8)))
     assert 0 < get_idle_bytes() <= 4 * NBYTES
 
 
