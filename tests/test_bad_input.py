@@ -152,7 +152,6 @@ TABLE = [
     ("x.npz", lambda: saved(x=np.array([Bomb()])), "run x.npz", f"x in x.npz {FOUR}, got object"),
     # Arrays that have no norm, or none that can be checked.
     ("x.npy", lambda: whole(X.astype(int)), "diagnose x.npy", f"{FOUR}, got int64"),
-    ("x.npy", lambda: whole(X[:, :0]), "diagnose x.npy", "x must have at least one element along"),
     ("x.npz", lambda: saved(dy=X), "run x.npz", "must hold an array named x, got dy"),
     ("x.npz", lambda: saved(x=X, dy=X.astype(int)), "run x.npz", f"dy in x.npz {FOUR}"),
     ("x.npz", lambda: saved(x=X, dy=X[:2]), "run x.npz", "dy in x.npz must have shape 4 x 8 to ma"),
@@ -164,11 +163,9 @@ TABLE = [
     ("x.npz", lambda: saved(x=0 * X), "run x.npz --kind rms --eps 0", "where a row of x is zero,"),
     # Names and options.
     ("x", bytes, "run missing.npz", "must be an .npy, .npz or .safetensors file, got missing.npz"),
-    ("x.npy", lambda: whole(X), "diagnose x.npy --axis 3", "axis must name axes of x, which has 2"),
     ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 1", "at least one axis, each once"),
     ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 None", "axis must be an int or a tuple o"),
     ("x", bytes, "diagnose --axis all", "--axis: invalid axis value: 'all'; see"),
-    ("x", bytes, "diagnose --eps nan", "eps must be finite and >= 0, got nan"),
     ("x", bytes, "diagnose --top -2", "--top: the number must be at least 0, got -2"),
     ("x", bytes, "run --eps abc", "--eps: invalid float value: 'abc'; see"),
     ("x", bytes, "run --colour", "unrecognized arguments: --colour; see stablenorm --help"),
