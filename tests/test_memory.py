@@ -2,10 +2,6 @@
 
 import gc
 import os
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -76,7 +72,7 @@ def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
     assert memory.default_limit() == 1 << 23
 
 
-# ---- what something still holds, in any thread or process, is let be ----
+# ---- what something still holds is let be ----
 
 
 class Subclass(np.ndarray):
@@ -131,50 +127,3 @@ def test_arrays_are_like_any_other(dtype):
     arrays[0].fill(1)
     arrays[0].resize((6, *shape[1:]), refcheck=False)
     assert (arrays[0][:3] == np.ones((), dtype)).all()
-
-
-# ---- threads, processes, the system ----
-
-
-def test_many_threads(request):
-    set_idle_limit(4 * NBYTES)
-    start = threading.Barrier(8)
-
-    def loop(mark):
-        start.wait()
-        parts = [None] * 3
-        for i in range(200):
-            array = new((NBYTES + (i % 3 << 20),), np.uint8)
-            array[:: 1 << 16] = mark
-            parts[i % 3] = array[1 << 16 :]
-            del array
-            assert all((part[:: 1 << 16] == mark).all() for part in parts if part is not None)
-            # Each thread may have one more that it has not released yet.
-            assert get_idle_bytes() <= 4 * NBYTES + 8 * (2 << 20)
-
-    # So that threads take turns within an ask.
-    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
-    sys.setswitchinterval(1e-5)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(loop, range(8)))
-    assert 0 < get_idle_bytes() <= 4 * NBYTES
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_a_child_after_a_fork_has_its_own():
-    array = new()
-    array.fill(1)
-    where = place(new())
-    pid = os.fork()
-    if pid == 0:
-        other = new()
-        other.fill(2)
-        right = same(place(other), where) and (array == 1).all()
-        array.fill(3)
-        del array
-        right = right and get_idle_bytes() == NBYTES and (other == 2).all()
-        os._exit(0 if right else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert (array == 1).all()
-    assert get_idle_bytes() == NBYTES
