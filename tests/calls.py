@@ -4,16 +4,14 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 from norms import NORMS
+from rationals import DTYPES
 
 from stablenorm.functional import plain
 
-KINDS = f2, bf, f4, f8 = [
-    np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
-]
+KINDS = f2, bf, f4, f8 = DTYPES
 # The dtypes of x, dy, gamma, beta; None for a parameter that is left out.
 MIXTURES = [
     *((kind,) * 4 for kind in (*KINDS, f4, f4, f8, f8)),

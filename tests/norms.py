@@ -90,6 +90,10 @@ def assert_nearest(exact, found, where=None):
         assert not wrong.size, (name, array.dtype, len(wrong), wrong[0], where)
 
 
+# What judges the results of each rounding.
+JUDGES = {"fast": assert_contract, "nearest": assert_nearest}
+
+
 def assert_right(
     case, kind="layer", *, backends=tuple(BACKENDS), roundings=("fast", "nearest"), **given
 ):
@@ -106,6 +110,5 @@ def assert_right(
         # The same bits need no second verdict, and the oracle is what takes the time.
         new = {name: found[name] for key, name in keys.items() if key not in judged}
         judged |= keys.keys()
-        judge = assert_nearest if rounding == "nearest" else assert_contract
-        judge(exact, new, (how, given, case))
+        JUDGES[rounding](exact, new, (how, given, case))
     return results

@@ -98,7 +98,7 @@ def test_every_kind_of_file_says_what_the_array_says():
         np.save(name, array)
     np.savez("one.npz", h=x)
     np.savez("x.npz", x=x, g=x[0], eps=1e-3)
-    Path("more.npz").write_bytes(saved(a=x, b=x[0], c=bf))
+    np.savez_compressed("more.npz", a=x, b=x[0], c=bf)
     places = {"w": (x.shape, 0, bf.nbytes, "BF16"), "v": (x.shape, bf.nbytes, 3 * bf.nbytes)}
     Path("m.st").write_bytes(tensors(bf.tobytes() + x.tobytes(), **places))
     for arguments, array, options in (
@@ -152,7 +152,6 @@ TABLE = [
     ("x.npz", lambda: saved(x=np.array([Bomb()])), "run x.npz", f"x in x.npz {FOUR}, got object"),
     # Arrays that have no norm, or none that can be checked.
     ("x.npy", lambda: whole(X.astype(int)), "diagnose x.npy", f"{FOUR}, got int64"),
-    ("x.npy", lambda: whole(X[:, :0]), "diagnose x.npy", "x must have at least one element along"),
     ("x.npz", lambda: saved(dy=X), "run x.npz", "must hold an array named x, got dy"),
     ("x.npz", lambda: saved(x=X, dy=X.astype(int)), "run x.npz", f"dy in x.npz {FOUR}"),
     ("x.npz", lambda: saved(x=X, dy=X[:2]), "run x.npz", "dy in x.npz must have shape 4 x 8 to ma"),
@@ -164,11 +163,9 @@ TABLE = [
     ("x.npz", lambda: saved(x=0 * X), "run x.npz --kind rms --eps 0", "where a row of x is zero,"),
     # Names and options.
     ("x", bytes, "run missing.npz", "must be an .npy, .npz or .safetensors file, got missing.npz"),
-    ("x.npy", lambda: whole(X), "diagnose x.npy --axis 3", "axis must name axes of x, which has 2"),
     ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 1", "at least one axis, each once"),
     ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 None", "axis must be an int or a tuple o"),
     ("x", bytes, "diagnose --axis all", "--axis: invalid axis value: 'all'; see"),
-    ("x", bytes, "diagnose --eps nan", "eps must be finite and >= 0, got nan"),
     ("x", bytes, "diagnose --top -2", "--top: the number must be at least 0, got -2"),
     ("x", bytes, "run --eps abc", "--eps: invalid float value: 'abc'; see"),
     ("x", bytes, "run --colour", "unrecognized arguments: --colour; see stablenorm --help"),
@@ -188,11 +185,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "command", "words"),
-    TABLE,
-    ids=[f"{i} {row[2]}" for i, row in enumerate(TABLE)],
-)
+@pytest.mark.parametrize(("name", "content", "command", "words"), TABLE, ids=range(len(TABLE)))
 def test_bad_input_is_one_line(name, content, command, words, tmp_path, capsys):
     (tmp_path / name).write_bytes(content())
     (tmp_path / "there.html").mkdir()
@@ -213,18 +206,17 @@ def test_bad_input_is_one_line(name, content, command, words, tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
 
+NO_FILES = {
+    "a device": lambda path: path.symlink_to("/dev/null"),
+    "a pipe": os.mkfifo,
+    "a link that leads nowhere": lambda path: path.symlink_to(path),
+    "a directory": Path.mkdir,
+}
+
+
 @pytest.mark.parametrize("command", ["diagnose", "check"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: path.symlink_to("/dev/null"),
-        os.mkfifo,
-        lambda path: path.symlink_to(path),
-        lambda path: path.mkdir(),
-    ],
-    ids=["a device", "a pipe", "a link that leads nowhere", "a directory"],
-)
-def test_what_is_no_file_is_refused(command, make, tmp_path, capsys):
-    make(tmp_path / "x.py")
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_refused(command, kind, tmp_path, capsys):
+    NO_FILES[kind](tmp_path / "x.py")
     assert main([command, "x.py"]) == 2
     assert re.fullmatch(r"stablenorm: FILE must be .*, got x\.py.*\n", capsys.readouterr().err)

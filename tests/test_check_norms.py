@@ -8,8 +8,9 @@ from itertools import product
 import mistakes as m
 import numpy as np
 import pytest
-from checked_operations import check, data
+from checked_operations import data
 from mistakes import Kept, backward, forward, rms_backward, rms_forward
+from rationals import NAMES
 
 import stablenorm as sn
 from stablenorm import check_layer_norm, check_rms_norm
@@ -22,6 +23,7 @@ NORMS = {
 }
 PLAIN = {"layer": (forward, backward), "rms": (rms_forward, rms_backward)}
 MISTAKES = {"layer": m.MISTAKES, "rms": m.RMS_MISTAKES}
+RIGHT = {"layer": [*m.VARIANTS.values(), OURS], "rms": [*m.RMS_VARIANTS.values(), NORMS["rms"][1:]]}
 
 
 # A sample of the elements is compared, and all.
@@ -44,13 +46,10 @@ RIGHT = {"layer": [*m.VARIANTS.values()], "rms": [*m.RMS_VARIANTS.values()]}
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize(
-    ("kind", "code"), [(kind, c) for kind in NORMS for c in (*RIGHT[kind], NORMS[kind][1:])]
-)
+@pytest.mark.parametrize(("kind", "code"), [(kind, c) for kind in NORMS for c in RIGHT[kind]])
 def test_no_false_alarm(kind, code, dtype):
-    for seed, offset in enumerate((0.0, 1e2, 1e6)):
-        args = data(seed, ((2, 3, 8), (4, 8), (4, 8))[seed], offset, dtype)
-        report = NORMS[kind][0](*code, *args, rng=seed)
+    for seed, (shape, offset) in enumerate((((2, 3, 8), 0.0), ((4, 8), 1e6))):
+        report = NORMS[kind][0](*code, *data(seed, shape, offset, dtype), rng=seed)
         accepted = {"PASS"} if dtype == np.float64 else {"PASS", "INCONCLUSIVE"}
         assert report.verdict in accepted, str(report)
         assert report.diagnosis == ()
@@ -62,9 +61,8 @@ def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset)
     x, gamma, beta = data(0, (3, 7), offset)
     dy = np.random.default_rng(0).standard_normal(x.shape)
     expected = Expected(Case(x, gamma, beta, 1e-5, dy, kind, 1.0), 2.0**-53)
-    oracle = sn.exact_layer_norm if kind == "layer" else sn.exact_rms_norm
-    exact = oracle(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
-    for name in ("y", "dx", "dgamma", "dbeta"):
+    exact = getattr(sn, f"exact_{kind}_norm")(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
+    for name in NAMES:
         value, *_, magnitude = expected.bounds_of(name, x.dtype)
         # 16 roundings of what the element is made of, whatever the offset.
         error = np.abs(value - exact.rounded(name, np.float64))
@@ -175,7 +173,7 @@ POWERS = [
 ]
 # Each backward, the words for it, and the data; the last ones are not sure, and not named.
 NAMED = [
-    *((*row, {"dtype": dtype}) for row in POWERS for dtype in (np.float64, np.float32)),
+    *((*row, {"shape": (3, 4), "dtype": dtype}) for row in POWERS for dtype in ("f8", "f4")),
     *((terms(over_g=axes), LEADING("the mean of g"), {"shape": (2, 3, 8)}) for axes in (0, (0, 1))),
     *((terms(over_xhat=axes), LEADING("the xhat term"), {"shape": (2, 3, 8)}) for axes in (0, (0, 1))),
     (spoiled(lambda dy, k, a, b, c: (a, b - dy[1] * k.xhat[1], c - dy[1])),
@@ -246,22 +244,19 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
 
 
 def test_a_y_of_the_other_norm_is_told_so():
-    for checker, front, back, (kind, name) in (
-        (check_layer_norm, rms_forward, rms_backward, ("rms", "an RMS")),
-        (check_rms_norm, forward, backward, ("layer", "a layer")),
-    ):
-        said = f"it is that of {name} norm: say --kind {kind}, or check_{kind}_norm"
-        assert said in " ".join(str(checker(front, back, rng=0)).split())
+    for kind, other, name in (("layer", "rms", "an RMS"), ("rms", "layer", "a layer")):
+        said = f"it is that of {name} norm: say --kind {other}, or check_{other}_norm"
+        assert said in " ".join(str(NORMS[kind][0](*PLAIN[other], rng=0)).split())
+
+
+SPOILED_ROWS = [
+    ("constant rows", lambda _, var: var < 1e-12, "all rows"),
+    ("19 rows of 33", lambda dx, _: np.arange(len(dx))[:, None] == 18, "row 18 of 19"),
+]
 
 
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinite")])
-@pytest.mark.parametrize(
-    ("name", "where", "rows"),
-    [
-        ("constant rows", lambda _, var: var < 1e-12, "all rows"),
-        ("19 rows of 33", lambda dx, _: np.arange(len(dx))[:, None] == 18, "row 18 of 19"),
-    ],
-)
+@pytest.mark.parametrize(("name", "where", "rows"), SPOILED_ROWS)
 def test_what_is_not_finite_is_told_with_its_rows(value, word, name, where, rows):
     wrong = spoiled(lambda _, k, a, b, c: (np.where(where(a, k.var), value, a), b, c))
     report = check_layer_norm(forward, wrong, *data(0), rng=0)
@@ -286,22 +281,10 @@ def test_every_trial_has_as_many_axes_as_the_first_run():
 
 
 def test_a_backward_that_modifies_dy_is_told_so_first():
-    def in_place(dy, cache):
-        dy *= cache.gamma
-        return backward(dy, cache._replace(gamma=1))
-
+    in_place = lambda dy, k: backward(np.multiply(dy, k.gamma, out=dy), k._replace(gamma=1))
     report = check_layer_norm(forward, in_place, rng=0)
     assert report.diagnosis[0] == "the backward modifies dy"
     assert str(report).splitlines()[1] == "  the backward modifies dy"
-
-
-def test_the_report_says_the_shape_and_what_g_is():
-    report = check_layer_norm(forward, m.MISTAKES["mean(g) missing"].backward, *data(0), rng=0)
-    text = str(report)
-    assert "x 4 x 8 float64" in text
-    assert "g = gamma dy" in text
-    assert "g = gamma dy" not in str(check_layer_norm(forward, backward, *data(0), rng=0))
-    assert "x 3 x 4 float64" in str(check())
 
 
 def test_both_checks_have_the_same_keywords():

@@ -1,22 +1,29 @@
-"""`stablenorm run`, `diagnose`: false alarms, missed mistakes, half-written files, 60 columns."""
+"""`stablenorm run`, `diagnose`, `bench`, costs: false alarms, missed mistakes, half-written files, untrue figures."""
 
+import html
+import json
 import re
 import subprocess
 import sys
+import tracemalloc
 import warnings
+from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 import stablenorm.cli.run as job
-from stablenorm import layer_norm, layer_norm_forward
+from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
+from stablenorm.api import FUNCTIONS
+from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
+from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.testing import near_midpoints
+from stablenorm.testing.plain import plain_backward, plain_forward
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
-
-
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
@@ -45,12 +52,10 @@ SWAPPED = X.astype(X.dtype.newbyteorder())
         ({"x": SWAPPED, "gamma": SWAPPED[0], "dy": SWAPPED}, "All checks passed."),
         # A dx beyond the largest float32 is infinity, correctly rounded; nothing else can tell.
         ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "an output overflows|No check failed."),
-        (
-            {"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]},
-            "dy not given: random N(0, 1), seed 0; not used: bias, weight",
-        ),
+        ({"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]},
+         "dy not given: random N(0, 1), seed 0; not used: bias, weight"),
     ],
-)
+)  # fmt: skip
 def test_right_results_of_unusual_data_are_no_failure(arrays, words, tmp_path, capsys):
     assert main(["run", save(tmp_path, **arrays)]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -87,17 +92,18 @@ FULL = "stablenorm: No space left on device\n"
     ("where", "status", "words"),
     [
         # Once 1, that of a failed check; a shell says 141 of what SIGPIPE ends.
-        ("run | true", 141, ""),
+        ("run x.npz | true", 141, ""),
         ("run --digests | true", 141, ""),
         ("--version | true", 141, ""),
-        ("run >&-", 0, ""),
-        ("run >/dev/full", 2, FULL),
+        ("run x.npz >&-", 0, ""),
+        ("run x.npz >/dev/full", 2, FULL),
         ("run --digests >/dev/full", 2, FULL),
     ],
 )
 def test_output_that_goes_nowhere(where, status, words):
     if "/dev/full" in where and not Path("/dev/full").exists():
         pytest.skip("a disk that is full is Linux's")
+    np.savez("x.npz", x=X)
     # Buffered, as for users: Rich met the broken pipe in a table, and exited with 1.
     python = f"env -u PYTHONUNBUFFERED {sys.executable}"
     script = f"{python} -m stablenorm {where}; exit ${{PIPESTATUS[0]}}"
@@ -140,31 +146,28 @@ def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     pair = (broken(forward), backward) if wrong == "y" else (forward, broken(backward))
     monkeypatch.setitem(job.NORMS, "layer", (*pair, *others))
     path = save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)
-    assert main(["run", path, "--html", "page.html"]) == 1
+    # The picture of the page takes a second.
+    assert main(["run", path, *["--html", "page.html"] * (wrong == "y")]) == 1
     assert "A CHECK FAILED." in capsys.readouterr().out
-    assert re.search(r'bold">\s*FAIL\b', Path("page.html").read_text("utf8"))
+    assert wrong != "y" or re.search(r'bold">\s*FAIL\b', Path("page.html").read_text("utf8"))
 
 
-@pytest.mark.parametrize(
-    ("rounding", "kept"), [("fast", False), ("nearest", True), ("nearest", False)]
-)
-def test_what_is_misrounded_is_counted_and_fails_nearest(
-    capsys, tmp_path, monkeypatch, rounding, kept
-):
+@pytest.mark.parametrize("how", ["fast", "nearest", "broken nearest"])
+def test_what_is_misrounded_is_counted_and_fails_nearest(how, capsys, tmp_path, monkeypatch):
     """An element within 0.501 ulp that is not the nearest float: of fast, and of a broken nearest."""
-    case = next(
-        c for c in near_midpoints()
-        if c.output == "y" and layer_norm(*c[:4])[c.where] != c.expected
-    )  # fmt: skip
-    if not kept:
+    cases = (c for c in near_midpoints() if c.output == "y")
+    case = next(c for c in cases if layer_norm(*c[:4])[c.where] != c.expected)
+    *_, rounding = how.split()
+    if "broken" in how:
         fast = lambda *a, **_: layer_norm_forward(*a)
         monkeypatch.setitem(job.NORMS, "layer", (fast, *job.NORMS["layer"][1:]))
     path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
-    assert main(["run", path, "--rounding", rounding]) == (rounding == "nearest" and not kept)
+    assert main(["run", path, "--rounding", rounding]) == ("broken" in how)
     shown = " ".join(capsys.readouterr().out.split())
+    missed = int(how != "nearest")
     assert f'Rounding "{rounding}".' in shown
-    assert re.search(rf" y [^P]* {int(not kept)} of {case.x.size} (PASS|FAIL)", shown)
-    assert ("A CHECK FAILED" in shown) == (rounding == "nearest" and not kept)
+    assert re.search(rf" y [^P]* {missed} of {case.x.size} (PASS|FAIL)", shown)
+    assert ("A CHECK FAILED" in shown) == ("broken" in how)
 
 
 @pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench"])
@@ -186,3 +189,82 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     assert [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()] == []
     assert err == ""
     assert "E[x^2] - E[x]^2" in " ".join(out.split())
+
+
+# ---- bench, costs, the page of run ----
+
+
+def call_once(calls, **_):
+    """Call each once, instead of timing it."""
+    for call in calls.values():
+        call()
+    return {name: timing.Timing(1e-3 * k, 0.9e-3 * k, 2e-3 * k) for k, name in enumerate(calls, 1)}
+
+
+def test_bench_writes_every_combination(monkeypatch):
+    """The commands, not their figures."""
+    monkeypatch.setattr(timing, "measure_interleaved", call_once)
+    monkeypatch.setattr(timing, "measure_copy", partial(timing.measure_copy, nbytes=2**16))
+    monkeypatch.setattr(backends, "_default", lambda: "numpy")
+    dtypes = "--dtype", "float32", "--dtype", "bfloat16"
+    shapes = "--shape", "2", "3", "8", "--shape", "16"
+    roundings = "--rounding", "fast", "--rounding", "nearest"
+    assert main(["bench", *shapes, *dtypes, *roundings, "--json", "r.json"]) == 0
+    held = json.loads(Path("r.json").read_text())
+    # Shapes, dtypes, directions, roundings, and fresh or out=.
+    assert len(held["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
+    for row in held["rows"]:
+        nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
+        nbytes *= 2 if row["dtype"] == "bfloat16" else 4
+        assert row["bytes_per_second"] == pytest.approx(nbytes / row["seconds"])
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
+    # Memory of an earlier result would not be new.
+    request.addfinalizer(partial(set_idle_limit, get_idle_limit()))
+    set_idle_limit(0)
+    shape = 1000, 768
+    x, dy = np.random.default_rng(0).standard_normal((2, *shape)).astype(dtype)
+    norm, pull = FUNCTIONS[kind]
+    kept = plain_forward(x, x[0], x[1], kind=kind)[1]
+    calls = {"plain NumPy": (partial(plain_forward, x, x[0], x[1], kind=kind),
+                             partial(plain_backward, dy, kept, kind))}  # fmt: skip
+    for program, name in (("reference", "numpy"), ("fused CPU kernel", "native")):
+        if name in BACKENDS:
+            forward = partial(norm, x, x[0], x[1], backend=name)
+            cache = forward()[1]
+            calls[program] = forward, partial(pull, dy, cache)
+            held, *_ = cost.count_kept(shape, dtype, kind).values()
+            assert cache.statistics.nbytes == held
+    for program, pair in calls.items():
+        for direction, call in zip(cost.DIRECTIONS, pair, strict=True):
+            call()
+            tracemalloc.start()
+            call()
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            held = cost.count_cost(program, direction, shape, dtype, kind).held
+            # Left out: a few numbers per row and column.
+            assert held <= peak + 2**14 <= 1.06 * held + 2**18, (program, direction)
+
+
+def test_a_page_is_whole_and_fetches_nothing(capsys):
+    name = "<script>alert(1)<b> & $x$ [bold] `code` \"'.npz"
+    np.savez(name, x=X)
+    assert main(["run", name, "--kind", "rms", "--html", "page.html"]) == 0
+    source = Path("page.html").read_text("utf8")
+    assert name in html.unescape(source)
+    # It is XML as well.
+    elements = list(ET.fromstring(source).iter())
+    count = [each.tag.rpartition("}")[2] for each in elements].count
+    assert (count("svg"), count("script"), count("h1"), count("pre")) == (1, 0, 1, 1)
+    fetched = [value for each in elements for key, value in each.items()
+               if key.rpartition("}")[2] in {"src", "href", "action"}]  # fmt: skip
+    assert all(value.startswith(("#", "data:")) for value in fetched)
+    assert not re.search(r"url\((?!#)|@import|@font-face", source)
+    # The terminal and the page show the same.
+    shown = capsys.readouterr().out
+    assert Path("page.html").resolve().as_uri() in shown
+    words = "bits of y lost, of 24", "Against the exact result", "Counted: 3 rows of 5, float32"
+    assert all(each in shown and each in source for each in words)

@@ -12,14 +12,8 @@ from interpreter import python
 from norms import NORMS, assert_same, compute, draw
 from rationals import NAMES, rational, square_root
 
-import stablenorm
-from stablenorm import (
-    LayerNorm,
-    RMSNorm,
-    exact_layer_norm,
-    layer_norm_backward,
-    layer_norm_forward,
-)
+import stablenorm as sn
+from stablenorm.backends import BACKENDS
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 ROOT = Path(__file__).parents[1]
@@ -37,27 +31,20 @@ def test_importing_and_ordinary_calls_load_nothing_heavy():
 
 
 def test_one_version_everywhere():
-    held = {
-        "pyproject.toml": r'^version = "(.*)"$',
-        "CITATION.cff": r"^version: (.*)$",
-        "docs/conf.py": r'^version = release = "(.*)"$',
-    }
-    found = {
-        file: re.findall(pattern, (ROOT / file).read_text("utf-8"), re.MULTILINE)
-        for file, pattern in held.items()
-    }
-    assert found == {file: [stablenorm.__version__] for file in held}
+    for file in ("pyproject.toml", "CITATION.cff", "docs/conf.py"):
+        text = (ROOT / file).read_text("utf-8")
+        said = re.findall(r'(?m)^version(?: = release)?(?: = |: )"?([^"\n]*)"?$', text)
+        assert said == [sn.__version__], file
 
 
-@pytest.mark.parametrize("value", [0.1, 12345.678, -3e4, 1e-7])
 @pytest.mark.parametrize("n", [1, 2, 3, 127, 768, 50_000])
-def test_a_constant_row_is_exactly_beta(dtype, backend, n, value):
+def test_a_constant_row_is_exactly_beta(dtype, backend, n):
     """PyTorch gives 1e-4, NumPy's two-pass +-1 (pytorch 188372); n = 1 is always constant."""
-    x = np.full((2, n), value, dtype)
+    x = np.repeat([[0.1], [12345.678], [-3e4], [1e-7]], n, axis=1).astype(dtype)
     gamma, beta = np.full(n, 1e3, dtype), np.linspace(-1, 1, n).astype(dtype)
-    y, cache = layer_norm_forward(x, gamma, beta, 1e-12, backend=backend)
+    y, cache = sn.layer_norm_forward(x, gamma, beta, 1e-12, backend=backend)
     np.testing.assert_array_equal(y, np.broadcast_to(beta, y.shape))
-    dx, dgamma, _ = layer_norm_backward(np.ones_like(x), cache)
+    dx, dgamma, _ = sn.layer_norm_backward(np.ones_like(x), cache)
     np.testing.assert_array_equal(dgamma, np.zeros(n, dtype))
     np.testing.assert_array_equal(dx, np.zeros_like(x))
 
@@ -68,10 +55,14 @@ SPOILED = "x", "row", "dy", "dy without beta", "signs", "gamma", "beta", "gamma 
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("shape", [(35, 17), (300, 6)])
+@pytest.mark.parametrize(
+    # Only the kernels do many rows otherwise.
+    ("backend", "shape"),
+    [*((name, (35, 17)) for name in BACKENDS), *(("native", (300, 6)) for _ in [*BACKENDS][1:])],
+)
 @pytest.mark.parametrize("what", SPOILED)
 def test_nan_and_inf_stay_in_their_row_and_columns(
-    rng, dtype, backend, kind, rounding, shape, what
+    what, backend, shape, rounding, kind, dtype, rng
 ):
     """The formula in float64 says what is lost, and how; all else has the bits that it has otherwise."""
     arrays = dict(zip(("x", "gamma", "beta", "dy"), draw(rng, shape, dtype), strict=True))
@@ -117,11 +108,11 @@ def test_nan_and_inf_stay_in_their_row_and_columns(
 @pytest.mark.parametrize(("name", "most"), [("float16", 24), ("float32", 24), ("float64", 40)])
 def test_the_cache_is_small(rng, name, most):
     x = (rng.standard_normal((100, 768)) + 0.5).astype(name)
-    assert layer_norm_forward(x)[1].statistics.nbytes <= most * 100
+    assert sn.layer_norm_forward(x)[1].statistics.nbytes <= most * 100
 
 
 @pytest.mark.parametrize("axis", [{}, {"axis": (1, 2)}], ids=["the last axes", "these"])
-@pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
+@pytest.mark.parametrize(("layer", "kind"), [(sn.LayerNorm, "layer"), (sn.RMSNorm, "rms")])
 def test_layers_hold_what_they_say_and_pass_on_the_rest(rng, dtype, axis, layer, kind):
     x, residual, dy, dsum = rng.standard_normal((4, 2, 3, 4)).astype(dtype)
     norm, (forward, backward, _) = layer((3, 4), **axis, dtype=dtype), NORMS[kind]
@@ -136,7 +127,7 @@ def test_layers_hold_what_they_say_and_pass_on_the_rest(rng, dtype, axis, layer,
 
 
 def test_parameters_of_a_layer():
-    parameters = LayerNorm(4, gamma=False, dtype="bfloat16").parameters
+    parameters = sn.LayerNorm(4, gamma=False, dtype="bfloat16").parameters
     assert {name: each.dtype for name, each in parameters.items()} == {"beta": ml_dtypes.bfloat16}
 
 
@@ -150,7 +141,7 @@ def ulp(value):
 
 
 def check(cache, x, eps, c):
-    exact = exact_layer_norm(x, eps=eps)
+    exact = sn.exact_layer_norm(x, eps=eps)
     statistics = zip(cache.mean.ravel().tolist(), cache.rstd.ravel().tolist(), strict=True)
     for row, (mean, rstd) in enumerate(statistics):
         center, square = exact.mean(row), exact.var(row) + Fraction(eps)
@@ -163,11 +154,10 @@ def check(cache, x, eps, c):
         assert abs(Fraction(rstd) - right) <= LIMIT * ulp(rstd) + c * right
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
-def test_statistics_are_near_the_exact_ones(rng, dtype, backend, offset, eps):
-    x = (offset + rng.standard_normal((3, 33))).astype(dtype)
-    cache = layer_norm_forward(x, eps=eps, backend=backend)[1]
+def test_statistics_are_near_the_exact_ones(rng, dtype, backend, eps):
+    x = (np.array([[0.0], [1.0], [100.0]]) + rng.standard_normal((3, 33))).astype(dtype)
+    cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
     assert cache.mean.dtype == cache.rstd.dtype == np.float64
     check(cache, x, eps, Fraction(1, 2**98 if dtype.itemsize == 8 else 2**48))
 
@@ -175,11 +165,11 @@ def test_statistics_are_near_the_exact_ones(rng, dtype, backend, offset, eps):
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 def test_statistics_of_hard_rows(rng, backend, eps):
     """Rows out of range, rows that need a third word of the mean, and an rstd that float64 cannot hold."""
-    x = rng.standard_normal((7, 33)) * [[1], [1e300], [1e-310], [1], [1], [1], [1]]
+    x = rng.standard_normal((6, 33)) * [[1], [1e300], [1e-310], [1], [1], [1]]
     for row, value in ((3, 1.7), (4, 1e200)):
         x[row] = value + np.spacing(value) * (x[row] > 1)
     x[5] -= x[5].mean()
-    cache = layer_norm_forward(x, eps=eps, backend=backend)[1]
+    cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
     assert np.isnan(cache.statistics.rstd_lo[[1, 4]]).all()
     check(cache, x, eps, Fraction(1, 2**98))
     assert np.isinf(cache.rstd[2]) == (eps == 0)
@@ -190,19 +180,19 @@ def test_a_guess_of_outliers_alone_is_made_again(n, backend):
     """Otherwise var = s - d**2 loses log2(n / 8) bits: the forward guesses the mean from x[:, :: n // 8]."""
     x = np.random.default_rng(n).standard_normal((1, n)).astype(np.float32)
     x[:, :: n // 8] += 1e4
-    check(layer_norm_forward(x, backend=backend)[1], x, 1e-5, Fraction(1, 2**48))
+    check(sn.layer_norm_forward(x, backend=backend)[1], x, 1e-5, Fraction(1, 2**48))
 
 
 def test_statistics_of_what_is_not_finite(backend):
     x = np.array([[1, np.nan], [1, np.inf], [1, 3]], np.float32)
-    cache = layer_norm_forward(x, eps=0.0, backend=backend)[1]
+    cache = sn.layer_norm_forward(x, eps=0.0, backend=backend)[1]
     assert np.isnan([cache.mean[:2], cache.rstd[:2]]).all()
     assert (cache.mean[2], cache.rstd[2]) == (2, 1)
 
 
 def test_a_cache_prints_on_one_line():
     x = np.ones((2, 3, 4), np.float16)
-    _, cache = layer_norm_forward(x, np.ones(4, np.float32), backend="numpy")
+    _, cache = sn.layer_norm_forward(x, np.ones(4, np.float32), backend="numpy")
     assert repr(cache) == (
         "Cache(x: float16 (2, 3, 4), gamma: float32 (4,), beta: None, axis: (2,), "
         "statistics: 144 bytes, backend: 'numpy', rounding: 'fast')"

@@ -29,7 +29,7 @@ CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 def anchors(path):
     """Return what a link into a page may end in, as GitHub and MyST both make it of headings."""
-    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text("utf-8"))
     headings = re.findall(r"^#{1,3} +(.+?) *$", text, re.MULTILINE)
     words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
@@ -70,10 +70,8 @@ def test_no_figure_is_written_by_hand():
         text = path.read_text("utf-8")
         if path.suffix == ".py":
             text = "\n".join(re.findall(r'"""(.*?)"""', text, re.DOTALL))
-        text = re.sub(
-            r"<!-- (\w+):begin -->.*?<!-- \1:end -->|\$[^$]*\$", "", text, flags=re.DOTALL
-        )
-        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(r"(?s)<!-- (\w+):begin -->.*?<!-- \1:end -->|\$[^$]*\$", "", text)
+        text = re.sub(r"(?ms)^```.*?^```", "", text)
         top = "/".join(path.relative_to(ROOT).parts[:2])
         if FIGURE.search(text) and top != "docs/evidence":
             found.setdefault(top, []).append(path.stem)
@@ -137,26 +135,22 @@ def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp
     # Every warning is an error. No proxy leads anywhere: a build that fetched something would fail.
     done = run("sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html", DOCS, tmp_path)
     assert done.returncode == 0, done.stderr
-    files = [path for kind in ("html", "css", "svg") for path in tmp_path.rglob(f"*.{kind}")]
-    assert len(files) > len(PAGES)
-    found = {
-        path.name: match[0] for path in files if (match := FETCHED.search(path.read_text("utf-8")))
+    kinds = "html", "css", "svg"
+    files = {
+        path: path.read_text("utf-8") for each in kinds for path in tmp_path.rglob(f"*.{each}")
     }
-    assert found == {}
+    assert len(files) > len(PAGES)
+    found = [path.name for path, text in files.items() if FETCHED.search(text)]
+    assert found == []
     # What is shown, but for code: no formula that Markdown took for text.
-    shown = {}
-    for path in tmp_path.rglob("*.html"):
-        text = re.sub(
-            r"<(pre|code|script|annotation)\b.*?</\1>", "", path.read_text("utf-8"), flags=re.DOTALL
-        )
-        raw = re.search(
-            r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}", re.sub(r"<[^>]*>", "", text)
-        )
-        if raw:
-            shown[path.name] = raw[0]
-    assert shown == {}
+    hidden = re.compile(r"<(pre|code|script|annotation)\b.*?</\1>|<[^>]*>", re.DOTALL)
+    formula = re.compile(r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}")
+    texts = {
+        path.name: hidden.sub("", text) for path, text in files.items() if path.suffix == ".html"
+    }
+    assert {name: match[0] for name, text in texts.items() if (match := formula.search(text))} == {}
     names = [name for action in _parser()._actions for name in action.choices or ()]
     assert "diagnose" in names
-    html = (tmp_path / "reference" / "command-line.html").read_text("utf-8")
+    html = files[tmp_path / "reference" / "command-line.html"]
     assert [name for name in names if f'id="stablenorm-{name}"' not in html] == []
     shutil.rmtree(tmp_path)

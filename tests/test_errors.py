@@ -134,6 +134,16 @@ ORACLE = [
     ({"x": HUGE * [1, np.nan, 1]}, ValueError, "x must be finite.* got nan"),
     ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
 ]
+ONE_ARRAY, SINGLE = "args must be a tuple or list of at least one array", [np.ones(3)]
+GRADIENTS = [
+    ({"args": []}, ValueError, ONE_ARRAY),
+    ({"args": np.ones(3)}, ValueError, ONE_ARRAY),
+    ({"args": 2 * SINGLE, "names": ["a", "a"]}, ValueError, "names must be one name for each of 2"),
+    ({"scales": []}, ValueError, "scales must have one entry for each of 1"),
+    ({"scales": [-1]}, ValueError, "scales must be finite and > 0, got -1"),
+    ({"args": [np.arange(3)]}, TypeError, r"args\[0\] must be float16, .* got int64"),
+    ({"args": [np.array([1, np.nan])]}, ValueError, "must be finite"),
+]
 TABLE = [
     *((call, *row) for row in FORWARD for call in (layer_norm, layer_norm_forward)),
     *((backward, *row) for row in BACKWARD),
@@ -167,6 +177,8 @@ TABLE = [
     (partial(EXACT.rounded, "z", "f4"), {}, ValueError, "name must be one of y, dx, dgamma, dbeta, ty"),
     (sn.exact_rms_norm, {"x": HUGE, "dmean": HUGE}, TypeError, "dmean must be left out"),
     (partial(exact_double_backward, *[HUGE] * 3), {"kind": "z"}, ValueError, "kind must be 'layer' or"),
+    *((partial(sn.check_gradients, lambda x: (x, 0), lambda dy, _: (dy,)), {"args": SINGLE} | given, *rest)
+      for given, *rest in GRADIENTS),
     (sn.diagnose, {"dtype": "int8"}, TypeError, "dtype must be float16.*got int8$"),
     (sn.diagnose, {"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
     (sn.diagnose, {"top": -1}, ValueError, "top must be at least 0, got -1"),

@@ -13,7 +13,7 @@ import pytest
 from checked_operations import X, check, cosine, data, found, sine, softmax, softmax_backward
 from mistakes import backward, forward
 
-from stablenorm import check_gradients, check_layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import check_gradients, layer_norm_backward, layer_norm_forward
 from stablenorm.check import ArgumentResult, Finding, GradientReport, assert_gradients
 from stablenorm.check.closed_form import Case, Expected
 from stablenorm.check.differences import Argument
@@ -34,11 +34,10 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
     function, gradient, shapes = OPERATIONS[name]
-    spoiled = (1,) * len(shapes[-1])
 
     def spoil(dy, cache):
         *found, last = (np.array(g) for g in gradient(dy, cache))
-        last[spoiled] *= 1.01
+        last[1, 1] *= 1.01
         return *found, last
 
     for seed in range(3):
@@ -46,9 +45,8 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
         args = [rng.standard_normal(shape) for shape in shapes]
         report = check_gradients(function, gradient, args, rng=rng)
         assert report.verdict == "PASS", f"seed {seed}\n{report}"
-    report = check_gradients(function, spoil, args, rng=rng)
-    *others, wrong = report.arguments
-    assert (report.verdict, wrong.failing, wrong.index) == ("FAIL", 1, spoiled)
+    *others, wrong = check_gradients(function, spoil, args, rng=rng).arguments
+    assert (wrong.verdict, wrong.failing, wrong.index) == ("FAIL", 1, (1, 1))
     assert all(each.verdict == "PASS" for each in others)
 
 
@@ -106,7 +104,7 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
         return dx, *others
 
     args = data(0, (4, 17, 384))
-    counted = lambda *args: (calls.append(1), forward(*args))[1]
+    counted = lambda *args: calls.append(1) or forward(*args)
     report = check_gradients(counted, backward, args, rng=0, progress=lambda *s: done.append(s))
     assert report.passed, str(report)
     assert report.forward_calls == len(calls) < 45 * 20
@@ -122,28 +120,7 @@ def test_nothing_given_is_changed_and_none_is_not_checked():
     without_beta = lambda x, gamma, _: forward(x, gamma, 0)
     pull = lambda dy, cache: (*backward(dy, cache)[:2], None)
     report = check_gradients(without_beta, pull, [x, gamma, None], rng=0)
-    assert report.passed
     assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-
-
-ONE = [np.ones(3)]
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
-    [
-        ([], {}, ValueError, "args must be a tuple or list of at least one array"),
-        (np.ones(3), {}, ValueError, "args must be a tuple or list of at least one array"),
-        (2 * ONE, {"names": ["a", "a"]}, ValueError, "names must be one name for each of 2"),
-        (ONE, {"scales": []}, ValueError, "scales must have one entry for each of 1"),
-        (ONE, {"scales": [-1]}, ValueError, "scales must be finite and > 0, got -1"),
-        ([np.arange(3)], {}, TypeError, r"args\[0\] must be float16, .* got int64"),
-        ([np.array([1, np.nan])], {}, ValueError, "must be finite"),
-    ],
-)
-def test_wrong_use_raises(args, options, error, message):
-    with pytest.raises(error, match=message):
-        check_gradients(lambda x: (x, None), lambda dy, _: (dy,), args, **options)
 
 
 def test_assert_gradients_raises_the_report_and_the_same_rng_gives_the_same(rng):
@@ -265,9 +242,8 @@ def test_a_saturated_softmax_is_no_false_alarm(size):
 CALLS = count(1)
 
 
-def drift(a):
-    """Wrong by a little more at each call."""
-    return a * (1 + 1e-6 * next(CALLS))
+# Wrong by a little more at each call.
+drift = lambda a: a * (1 + 1e-6 * next(CALLS))
 
 
 class Tensor:
@@ -339,14 +315,10 @@ def test_a_forward_that_raises_near_x_is_left_out_there():
     assert check(root, lambda dy, x: (dy / np.sqrt(x),), args).verdict == "FAIL"
 
 
-def test_shapes_are_written_as_products():
+def test_a_y_of_another_shape_is_told():
     shapes = iter([(3, 4)])
     moved = check(lambda x: (np.sin(x).reshape(next(shapes, (1, 3, 4))), x))
     assert "y must have shape 3 x 4, got 1 x 3 x 4" in str(moved)
-    grown = check_layer_norm(forward, lambda dy, c: (backward(dy, c)[0], dy, dy), *data(0))
-    assert "got 4 x 8" in str(grown)
-    assert "(4, 8)" not in str(grown)
-    assert check(*2 * (lambda *a: (a[0] * 2, 0),), [np.array(3.0)]).about == "x () float64, seed 0"
 
 
 def test_a_scalar_y_and_arguments_without_axes_or_elements():
@@ -380,8 +352,7 @@ OPEN = "INCONCLUSIVE: "
 # Reports with nothing in them, or everything, or NaN; and how the text begins.
 REPORTS = {
     "passed": (PASSED, "PASS: an error of 3.0e-12, relative, would have been seen"),
-    "nothing": (GradientReport((), 0), f"{OPEN}nothing was compared"),
-    "not given": (GradientReport((NOT_GIVEN,), 0), f"{OPEN}nothing was compared"),
+    "nothing": (GradientReport((NOT_GIVEN,), 0), f"{OPEN}nothing was compared"),
     "unclear": (GradientReport((VAGUE,), 1), f"{OPEN}no verdict on the gradient of gamma"),
     "doubt": (replace(PASSED, findings=(DOUBT,)), f"{OPEN}smoothness"),
     "others": (replace(PASSED, findings=(*FINDINGS, FINDINGS[1]._replace(layer="closed form"))),
@@ -392,14 +363,9 @@ REPORTS = {
 }  # fmt: skip
 
 
-def test_the_verdict_comes_first_then_the_diagnosis_then_the_rest():
-    assert str(REPORT).splitlines() == [
-        "FAIL: wrong gradient of x",
-        "  gamma is applied twice.",
-        "  x: FAIL (row 5): 24 of 24 elements, 4 differ, resolution 3.0e-11",
-        "      at [1, 2, 0]: backward 1.5, numeric 1",
-        "      differ by 5.00e-01, z = 5e+11; bounds: backward 1.00e-15, numeric 1.00e-12",
-        "  gamma: PASS: 4 of 4 elements, resolution 3.0e-12",
+def test_findings_are_counted_by_their_layer_and_those_that_did_not_pass_are_told():
+    """The lines before them are those of a page, which test_examples.py runs."""
+    assert str(REPORT).splitlines()[-6:] == [
         "  beta: NOT CHECKED: the argument is None",
         "  contract: 1 PASS, 1 FAIL, 1 NOTE",
         "    FAIL: dy is not modified: dy[0, 1] was 1.0, then 2.0",

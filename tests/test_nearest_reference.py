@@ -1,10 +1,17 @@
-"""Broken where rounding="nearest" returns a bit that is not that of the exact result: ties, zeros, the range."""
+"""Broken where a result is not the exact one rounded once: ties, zeros, the range, conversions, sums of parts."""
 
+from fractions import Fraction
+
+import ml_dtypes
 import numpy as np
 import pytest
-from norms import assert_right
+from norms import assert_right, bits
+from rationals import nearest
 
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.formats import format_of
+from stablenorm.reference.partial import PARTIAL, merged, rounded
+from stablenorm.reference.rounding import round_sum_to, round_to
 from stablenorm.testing.families import Case
 from stablenorm.types import bfloat16
 
@@ -92,3 +99,120 @@ def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
     x = np.array([[1, 1, 1, -1, -1, -1], [-1, -1, -1, 1, 1, 1]], dtype)
     case = Case(x, gamma, beta, 0.0, np.full(x.shape, form.largest) * [[0.5], [0.6]])
     assert_right(case, roundings=["nearest"])
+
+
+def test_sums_of_two_round_once(dtype):
+    """The second word decides at a midpoint of the first, with and without subnormals."""
+    info = ml_dtypes.finfo(np.float32 if dtype == np.float64 else dtype)
+    odd = np.array([1, 3, 2**5 + 1, 2**10 - 1], dtype=np.float64)
+    ones, tiny = 1 + odd * float(info.eps) / 2, odd[:2] / 2 * float(info.smallest_subnormal)
+    edge = float(info.max) * (1 + float(info.eps) / 4)
+    at = np.array([*ones, *-ones, *tiny, edge, 1.0, 1.5, 3.0, 2.0**52 + 1, 2.0**52 + 0.5])
+    hi = np.concatenate([at, np.nextafter(at, np.inf), np.nextafter(at, -np.inf)]).repeat(3)
+    lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
+    with np.errstate(all="ignore"):
+        actual = round_sum_to(hi, lo, dtype).astype(np.float64)
+    expected = [nearest(Fraction(h) + Fraction(t), dtype) for h, t in zip(hi, lo, strict=True)]
+    np.testing.assert_array_equal(actual, expected)
+
+
+# ---- the kernels' conversions from and to 16 bits, against round_to ----
+
+
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_every_number_of_16_bits(dtype, wide):
+    """dbeta of one row is dy; y of a constant row is beta, rounded: around each number and each midpoint."""
+    pytest.importorskip("stablenorm.native", exc_type=ImportError)
+    every = np.arange(2**16, dtype=np.uint16).view(dtype)
+    x = np.resize(np.array([0, 1], dtype), (1, every.size))
+    _, cache = layer_norm_forward(x, beta=np.zeros(every.size, wide), backend="native")
+    with np.errstate(all="ignore"):
+        found = layer_norm_backward(every[None], cache, wrt="beta").dbeta
+        expected = every.astype(wide) + wide(0)
+        finite = np.unique(np.abs(expected[np.isfinite(expected)]))
+        # Behind the last number only its midpoint, which rounds to infinity.
+        half = np.append(np.diff(finite), finite[-1] - finite[-2]) / 2
+        near = np.concatenate([finite, finite + half, finite + half / 2, finite + 1.5 * half])
+        beside = [np.nextafter(near, wide(end)) for end in (np.inf, -np.inf)]
+        far = [5e-324, 2.0**-1022, finite[1] / 4, 1e-50, 3.4e38, 1e39, 1.7e308, np.inf, np.nan]
+        # The far ones apart: some of these send a whole row to integers.
+        rows = np.concatenate([near, *beside]), np.array(far).astype(wide)
+    np.testing.assert_array_equal(found, expected)
+    number = ~np.isnan(expected)
+    assert found[number].tobytes() == expected[number].tobytes()
+    for row in rows:
+        beta = np.concatenate([row, -row])
+        y = layer_norm(np.ones((1, beta.size), dtype), beta=beta, backend="native")[0]
+        with np.errstate(all="ignore"):
+            rounds = round_to(beta.astype(np.float64) + 0.0, np.dtype(dtype))
+        nan = np.isnan(beta)
+        assert np.isnan(y[nan].astype(wide)).all()
+        wrong = (bits(y) != bits(rounds)) & ~nan
+        assert not wrong.any(), (beta[wrong][:5], y[wrong][:5])
+
+
+# ---- sums of parts ----
+
+
+def fractions(part):
+    """Return the value and the error of one element."""
+    high, low, error = (Fraction(float(part[name])) for name in ("high", "low", "error"))
+    return high + low, error
+
+
+def some_parts(rng, count):
+    parts = np.zeros(count, PARTIAL)
+    spread = 2.0 ** (rng.integers(-70, 70, count) * rng.integers(0, 2, count))
+    parts["high"] = rng.standard_normal(count) * spread * (rng.random(count) < 0.9)
+    lower = 2.0 ** rng.integers(-80, -54, count) * rng.choice([0, 1, -1], count)
+    parts["low"] = parts["high"] * lower
+    parts["error"] = 2.0 ** rng.integers(-110, 5, count) * rng.choice([0, 1], count)
+    return parts
+
+
+def test_merged_bounds_its_error(rng):
+    """And by no more than it must, but for a little."""
+    a, b = some_parts(rng, 1500), some_parts(rng, 1500)
+    # Some cancel, but for the last of their bits.
+    b[::3] = a[::3]
+    b["high"][::3] *= -1 - 2.0**-52 * rng.integers(-1, 2, len(b[::3]))
+    total = merged(a, b)
+    for parts in zip(a, b, total, strict=True):
+        (v, e), (w, f), (found, error) = map(fractions, parts)
+        assert abs(v + w - found) + e + f <= error
+        roundings = abs(v + w) * Fraction(2) ** -100 + max(abs(v), abs(w), e, f) / 2**1000
+        assert error <= (e + f + roundings) * Fraction(1 + 2.0**-40)
+    assert (total["error"] == 0).sum() > 150
+
+
+def test_an_unknown_or_infinite_error(dtype, rng):
+    a, b = some_parts(rng, 50), some_parts(rng, 50)
+    a["error"], b["error"] = np.nan, 0
+    total = merged(a, b)
+    assert np.isnan(total["error"]).all()
+    assert not rounded(total, dtype)[1].any()
+    parts = np.array([(1.0, 0.0, np.inf), (np.inf, 0.0, 0.0), (1.0, 0.0, 0.0)], PARTIAL)
+    # An infinite sum may have left float64's range only in between.
+    exact = np.array([(2.0, 0.0, 0.0)] * 3, PARTIAL)
+    assert rounded(merged(parts, exact), dtype)[1].tolist() == [True, True, False]
+
+
+def test_rounded_decides_what_the_error_allows(dtype, rng):
+    parts = some_parts(rng, 600)
+    parts["high"] %= 2.0**12
+    # Midpoints, and next to them.
+    short = parts["high"].astype(dtype)
+    parts["high"][::2] = (short.astype(float) + np.spacing(short).astype(float) / 2)[::2]
+    beside = np.spacing(parts["high"]) * 2.0**-20 * (parts["high"] != 0)
+    parts["low"] = beside * rng.choice([0, 1, -1], 600)
+    seen = set()
+    for part, value, uncertified in zip(parts, *rounded(parts, dtype), strict=True):
+        v, e = fractions(part)
+        # An uncertified one may owe it to the rounding of the sum with the bound.
+        more = Fraction(2) ** -101 * abs(v) if uncertified else 0
+        ends = [repr(nearest(end, dtype)) for end in (v - e - more, v, v + e + more)]
+        assert uncertified or {*ends} == {repr(float(value))}, part
+        assert not uncertified or (e and len({*ends}) > 1), part
+        seen.add((bool(uncertified), e == 0))
+    assert seen == {(False, True), (False, False), (True, False)}
