@@ -88,6 +88,19 @@ def layer_norm_forward(x, axis=-1, weight=None, bias=None, *, eps):
     return y, *cache
 """
     + PULL,
+    "no cache": """
+def layer_norm(x, gamma, beta, eps=1e-5):
+    return norm(x, gamma, beta, eps)[0]
+def layer_norm_grad(g, x, gamma, eps=1e-5):
+    return grads(g, *norm(x, gamma, 0, eps)[1])
+""",
+    "results of the forward": """
+def layer_norm_forward(x, weight, bias, eps):
+    y, (xhat, rstd, _) = norm(x, weight, bias, eps)
+    return y, xhat, rstd
+def layer_norm_backward(grad_out, inp, normalized, r, weight):
+    return grads(grad_out, normalized, r, weight)
+""",
     "side effects at import": """
 import os, sys, warnings
 np.seterr(all="raise")
@@ -198,6 +211,11 @@ CLASSES = {
         "store": "", "returned": "dx, {'weight': dgamma, 'bias': dbeta}"},
     "a cache and a rate with defaults": {"takes": "dy, cache=None, rate=0.1"},
     "a rate by name": {"takes": "dy, *, rate", "store": "", "returned": "dx, [dgamma, dbeta]"},
+    "parameters with x, below an abstract layer": {
+        "head": "class Layer:\n    def forward(self, x): 1 / 0\n    def backward(self, dy): 1 / 0",
+        "name": "Norm(Layer)", "made_of": "", "make": "pass", "x": "x, w, b, eps=1e-5", "eps": "eps",
+        "first": "self.w = w", "gamma": "self.w", "beta": "b",
+        "store": "", "returned": "dx, dgamma, dbeta"},
     "x and dy, told that it trains": {
         "x": "x, training", "takes": "input, grad_output", "dy": "grad_output",
         "held": "stats(input, self.eps)"},
@@ -225,7 +243,7 @@ def test_right_code_of_any_style_passes(style, capsys):
     out, err = shown(capsys)
     # The prints of the file are not among those of the check.
     assert out.startswith("mine.py: ")
-    assert (".forward(x), .backward(dy)" in out) == (style in CLASSES)
+    assert (", .backward(dy)" in out) == (style in CLASSES)
     assert "PASS" in out
     assert "FAIL" not in out
     assert "NOT CHECKED" not in out
@@ -298,7 +316,7 @@ BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
 LAYER = "class {}:\n  def __init__(self, {}): self.gamma = {}\n  forward = backward = None\n"
 BOTH = LAYER.format("LayerNorm", "n", "None") + LAYER.format("Norm", "n", "None")
 FIXED = "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)")
-NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, x, gamma=1, *, rstd): ..."
+NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, mean, rstd): ..."
 
 
 @pytest.mark.parametrize(
@@ -315,8 +333,16 @@ NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, x, gamma=1, *, rs
         (CORE + USUAL, "--backward b", "must have b, or name one with --backward; it has stat"),
         (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", "NotImplementedError: at mine.py:2"),
         (f"{FORWARD}exit(){BACKWARD}pass", "", "SystemExit: None at mine.py:2"),
-        # Parameters without a cache, or with one that comes apart.
-        (NO_CACHE, "", "must take (dy, cache), got layer_norm_backward(dy, x, gamma=1, *, rstd)"),
+        (
+            NO_CACHE,
+            "",
+            "must take (dy, cache), or dy, x and more by name, got layer_norm_backward(dy, m",
+        ),
+        (
+            f"{FORWARD}return x\ndef layer_norm_backward(dy, x, mean): ...",
+            "",
+            "y and the 1 that the",
+        ),
         (f"def f(*args): 0{BACKWARD}0", "--forward f", "must take (x, gamma, beta, eps), got f(*a"),
         (f"f = max{BACKWARD}pass", "--forward f", "no signature found for builtin"),
         (BOTH, "", "no functions, and the classes LayerNorm, Norm: choose one with --class\n"),

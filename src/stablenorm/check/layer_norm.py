@@ -51,6 +51,8 @@ def check_layer_norm(
         weight, beta or bias, ...), otherwise by order; gamma, beta and eps may be missing.
     backward : callable
         ``backward(dy, cache) -> (dx, dgamma, dbeta)``, or a dict; None for what is not to be checked.
+        Without a cache, ``backward(dy, x, gamma, mean, rstd)`` gets what the forward got, by name,
+        and what it returned after y.
     x, gamma, beta : array, optional
         Input, (..., n), and scale and shift, (n,). Not modified. Default: random float64, x of
         (4, 8), gamma of both signs, beta different from 0. With `x` given, None is passed on.

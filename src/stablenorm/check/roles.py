@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from stablenorm.check.operation import FaultError
+
 Function = Callable[..., Any]
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
@@ -96,27 +98,48 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
     if len(unknown) > len(left) or "x" not in names:
         msg = f"the forward must take (x, gamma, beta, eps), got {spelled(forward)}"
         raise ValueError(msg)
-    required = [name for name, needed in parameters(backward).items() if needed]
-    if len(required) != 2:
-        msg = f"the backward must take (dy, cache), got {spelled(backward)}"
-        raise ValueError(msg)
-    order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
-    call_forward = by_role(forward, names)
-    call_backward = by_role(backward, dict(zip(order, required, strict=True)))
+    order = _names_of_backward(backward)
+    call_forward, call_backward = by_role(forward, names), by_role(backward, order)
     takes = tuple(role for role in PARAMETERS if role in names)
+    is_usual, results = "cache" in order, [role for role in order if role.isdigit()]
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
         settings = dict.fromkeys(NAMES["eps"], eps)
-        result = call_forward(x=x, gamma=gamma, beta=beta, eps=eps, settings=settings)
+        given = {"x": x, "gamma": gamma, "beta": beta, "eps": eps, "settings": settings}
+        result = call_forward(**given)
         is_many = isinstance(result, (tuple, list)) and len(result) > 2
-        return (result[0], tuple(result[1:])) if is_many else result
+        if is_usual:
+            return (result[0], tuple(result[1:])) if is_many else result
+        y, *kept = result if isinstance(result, (tuple, list)) else (result,)
+        if len(kept) < len(results):
+            msg = f"the forward must return y and the {len(results)} that the backward takes of it, got {len(kept)}"
+            raise FaultError(msg)
+        return y, given | dict(zip(results, kept, strict=False))
 
     def pull(dy: Any, cache: Any) -> Any:
-        returned = call_backward(dy=dy, cache=cache)
+        returned = call_backward(dy=dy, **({"cache": cache} if is_usual else cache))
         found = gradients_by_role(returned, takes)
         return [found.get(role) for role in ARGUMENTS[:3]] if "x" in found else returned
 
     return call, pull, takes
+
+
+def _names_of_backward(backward: Function) -> dict[str, str]:
+    """Return names by role: dy and cache; or dy, arguments of the forward, and "1", "2", ... for its results after y."""
+    held = parameters(backward)
+    required = [name for name, needed in held.items() if needed]
+    # A cotangent that comes first may be called g, like a gamma.
+    first = [name for name in required[:1] if key_of(name) == "g"]
+    known = {r: name for name in reversed(held) if name not in first and (r := role_of(name))}
+    if len(required) == 2 and "x" not in known:
+        order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
+        return dict(zip(order, required, strict=True))
+    others = [name for name in required if name not in known.values()]
+    if not others or "x" not in known:
+        msg = f"the backward must take (dy, cache), or dy, x and more by name, got {spelled(backward)}"
+        raise ValueError(msg)
+    dy, *results = others
+    return {"dy": dy, **known} | {str(k): name for k, name in enumerate(results, 1)}
 
 
 def by_role(function: Function, names: dict[str, str]) -> Function:

@@ -20,13 +20,14 @@ The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param,
 ...), otherwise by order; gamma and beta may be missing. The cache may be
-anything. Gradients may come as a tuple or, by name, as a dict. An eps fixed
-inside the forward is found, and said.
+anything, or missing: backward(dy, x, gamma, mean, rstd) gets what the forward
+got, and returned after y. Gradients may come as a tuple or, by name, as a
+dict. An eps fixed inside the forward is found, and said.
 
 A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
 members of params, there from the start or after the first forward; their
 gradients are returned, or stored in attributes (dgamma, grad_weight,
-gamma.grad, ...) or in grads.
+gamma.grad, ...) or in grads. Its forward may take gamma and beta with x.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you
 trust.

@@ -19,7 +19,7 @@ import numpy as np
 
 from stablenorm.check import roles
 from stablenorm.check.operation import FaultError
-from stablenorm.check.roles import NAMES, PARAMETERS, gradient_role, key_of, role_of
+from stablenorm.check.roles import ARGUMENTS, NAMES, PARAMETERS, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError, check_file
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -77,7 +77,10 @@ class UserFile:
             if inspect.isclass(value)
             and all(any(hasattr(value, n) for n in names) for names in _METHODS.values())
         }
-        self.classes = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
+        own = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
+        # A class that another one is made from is an abstract layer, mostly.
+        bases = {base for name in own for base in self.layers[name].__mro__[1:]}
+        self.classes = [name for name in own if self.layers[name] not in bases]
 
     def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
         """Return the function of the name given, or the forward or backward of a usual name."""
@@ -182,22 +185,33 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
             # The first forward may make the parameters.
             with contextlib.suppress(FaultError):
                 file.method(made, "forward")(np.ones(shape))
-    takes = tuple(role for role in PARAMETERS if _places(made, role))
+    stored = [role for role in PARAMETERS if _places(made, role)]
+    # Some take gamma and beta with x.
+    named = {
+        role: name
+        for name, needed in roles.parameters(file.method(made, "forward")).items()
+        if (role := role_of(name)) in ARGUMENTS[1:] and (needed or not _places(made, role))
+    }
+    takes = tuple(role for role in PARAMETERS if role in named or role in stored)
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y, and the backward that goes with it."""
         instance = _make(file, name, x.shape[-1])
         forward, backward = (file.method(instance, way) for way in _METHODS)
-        if not all(_places(instance, role) for role in takes):
+        if not all(_places(instance, role) for role in stored):
             forward(np.array(x))
+        options = dict[str, Any]()
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
-            if value is not None and (places := _places(instance, role)):
+            if role in named:
+                options[named[role]] = value
+            elif value is not None and (places := _places(instance, role)):
                 # The shape is that of the class; one array goes wherever it held one.
                 shape = np.shape(places[0].value)
                 given = np.array(value).reshape(shape) if shape else value
                 for place in places:
                     place.put(given)
-        y, *cache = result if isinstance(result := forward(x), tuple) else (result,)
+        result = forward(x, **options)
+        y, *cache = result if isinstance(result, tuple) else (result,)
 
         def pull(dy: Array) -> tuple[Any, ...]:
             returned = _of_dy(backward, x, cache)(dy)
@@ -207,7 +221,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
             is_one = isinstance(returned, list) and len(returned) == 1
             is_one |= isinstance(returned, np.ndarray)
             found |= roles.gradients_by_role(returned, () if is_one else takes)
-            for role in found.keys() & set(takes):
+            for role in found.keys() & set(stored):
                 # The shape that the class itself gave the parameter is as it should be.
                 if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
                     found[role] = np.reshape(found[role], -1)
@@ -219,7 +233,8 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
     forward = lambda *given: (run(*given)[0], deepcopy(given))
     backward = lambda dy, cache: run(*deepcopy(cache))[1](dy)
-    return Norm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)", name)
+    given = ", ".join(("x", *named.values()))
+    return Norm(forward, backward, takes, f"{name}({n}).forward({given}), .backward(dy)", name)
 
 
 def _make(file: UserFile, name: str, n: int) -> Any:
