@@ -16,7 +16,6 @@ from stablenorm.reference import equations
 from stablenorm.reference.doubledouble import Pair, two_sum
 from stablenorm.reference.equations import restore, rounded, row_mean
 from stablenorm.reference.partial import as_partial, merged
-from stablenorm.reference.rounding import round_sum_to
 from stablenorm.types import Array, Norm, Statistics
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
@@ -107,8 +106,8 @@ def add(x: Array, residual: Array, total: Array) -> None:
             return
         step = max(1, BLOCK * len(x) // max(x.size, 1))
         for rows in (slice(start, start + step) for start in range(0, len(x), step)):
-            high, low = two_sum(x[rows].astype(np.float64), residual[rows].astype(np.float64))
-            total[rows] = round_sum_to(high, low, total.dtype)
+            both = two_sum(x[rows].astype(np.float64), residual[rows].astype(np.float64))
+            total[rows] = Pair(*both).round_to(total.dtype)
 
 
 # ---- range: the rows and parameters whose products could leave that of float64 ----

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.reference.rounding import round_sum_to
-from stablenorm.types import Array
+from stablenorm.types import Array, bfloat16
 
 # Dekker's constant, 2**27 + 1.
 _SPLITTER = 134217729.0
@@ -68,11 +67,6 @@ class Pair:
         """Lift float64 `value`, exactly."""
         value = np.asarray(value, dtype=np.float64)
         return cls(value, np.zeros_like(value))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape, like that of an array."""
-        return self.hi.shape
 
     def __neg__(self) -> Pair:
         return Pair(-self.hi, -self.lo)
@@ -146,5 +140,28 @@ class Pair:
         return Pair(np.where(none, np.inf, root.hi), np.where(none, 0.0, root.lo))
 
     def round_to(self, dtype: np.dtype[Any]) -> Array:
-        """Round once to `dtype`."""
-        return round_sum_to(self.hi, self.lo, dtype)
+        """Round once to `dtype`, given that hi is the sum rounded to float64."""
+        if dtype.type is np.float64:
+            return self.hi
+        # To odd first: where hi is inexact and even, its neighbour beyond lo.
+        even = (self.hi.view(np.uint64) & np.uint64(1)) == 0
+        inexact = (self.lo != 0) & np.isfinite(self.hi)
+        beyond = np.nextafter(self.hi, np.copysign(np.inf, self.lo))
+        return round_to(np.where(even & inexact, beyond, self.hi), dtype)
+
+
+def round_to(value: Array, dtype: np.dtype[Any]) -> Array:
+    """
+    Round float64 `value` once to `dtype`; return `value` itself if that is float64.
+
+    Two roundings, to float32 and then to bfloat16, go wrong near a midpoint of the latter. Rounding to odd in between
+    cures it: an inexact value gets a last bit that is set, and is no midpoint of a type at least two bits narrower
+    (Boldo and Melquiond, IEEE Trans. Comput. 57 (2008) 462).
+    """
+    if dtype == bfloat16:
+        # Keep 10 bits, two more than bfloat16 has; float32 holds them.
+        lost = np.int64((1 << 43) - 1)
+        bits = value.view(np.int64)
+        value = ((bits | ((bits & lost) + lost)) & ~lost).view(np.float64)
+    # One rounding, in NumPy and in hardware: float64 -> float32 and float64 -> float16.
+    return value.astype(dtype, copy=False)

@@ -53,8 +53,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.reference.doubledouble import Pair
-from stablenorm.reference.rounding import round_to
+from stablenorm.reference.doubledouble import Pair, round_to
 from stablenorm.types import Array
 
 FLOAT64 = np.dtype(np.float64)
