@@ -14,7 +14,6 @@ from interpreter import run_python
 import stablenorm as sn
 from stablenorm import reference
 from stablenorm.functional import operations
-from stablenorm.threads import get_num_threads
 from stablenorm.types import Cache, Gradients, Norm, Statistics
 
 native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
@@ -29,9 +28,8 @@ def results(case, rounding, backend="native"):
     """Return the bytes of all results of a case, the statistics last."""
     x, dy, gamma, beta = case
     y, cache = sn.layer_norm_forward(x, gamma, beta, backend=backend, rounding=rounding)
-    return [
-        each.tobytes() for each in (y, *sn.layer_norm_backward(dy, cache), cache.mean, cache.rstd)
-    ]
+    arrays = y, *sn.layer_norm_backward(dy, cache), cache.mean, cache.rstd
+    return [each.tobytes() for each in arrays]
 
 
 def make(rng, rows, n, dtypes):
@@ -56,7 +54,7 @@ def make(rng, rows, n, dtypes):
 @pytest.mark.parametrize("dtypes", [each for each in dict.fromkeys(MIXTURES) if None not in each])
 def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding, request):
     """And with rounding="nearest" they are the reference's."""
-    request.addfinalizer(partial(sn.set_num_threads, get_num_threads()))
+    request.addfinalizer(partial(sn.set_num_threads, sn.get_num_threads()))
     request.addfinalizer(partial(native.use, native.INSTRUCTIONS[0]))
     shapes = [(3, 1), (9, 2), (70, 7), (200, 64), (65, 129), (9, 1000), (3, 5001)]
     for rows, n in shapes if rounding == "nearest" else [*shapes, (40, 1000), (300, 768)]:
@@ -82,10 +80,8 @@ def test_arm64_gives_the_same_bits(tmp_path):
     sources = [NATIVE / f"{name}.cpp" for name in ("tiles", "jobs", "pool", "memory")]
     command = [compiler, *FLAGS.split(), "-static", "-pthread", "-I", NATIVE, HERE / "kernels.cpp"]
     subprocess.run([*command, *sources, "-o", tmp_path / "kernels"], check=True)
-    found = subprocess.run(
-        [emulator, tmp_path / "kernels"], check=True, capture_output=True, text=True
-    )
-    assert found.stdout == (HERE / "kernels.txt").read_text()
+    printed = subprocess.check_output([emulator, tmp_path / "kernels"], text=True)
+    assert printed == (HERE / "kernels.txt").read_text()
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
@@ -179,10 +175,8 @@ def test_the_instructions_of_the_environment_are_used_or_refused():
     known = ", ".join(native.INSTRUCTIONS)
     said = f"STABLENORM_INSTRUCTIONS must be one of {known}, got 'mmx'"
     assert refused == f"ValueError: {said}"
-    command = run_python(
-        "from stablenorm.cli import main; raise SystemExit(main(['run']))",
-        STABLENORM_INSTRUCTIONS="mmx",
-    )
+    command = "from stablenorm.cli import main; raise SystemExit(main(['run']))"
+    command = run_python(command, STABLENORM_INSTRUCTIONS="mmx")
     assert (command.returncode, command.stderr) == (2, f"stablenorm: {said}\n")
 
 
@@ -202,11 +196,8 @@ def test_rows_out_of_range_alone_go_to_integers(rng, monkeypatch):
     dy[7, 3] = np.inf
     asked = []
     finish = native.uncertified.finish_backward
-    monkeypatch.setattr(
-        native.uncertified,
-        "finish_backward",
-        lambda call, rows, *others: asked.append(rows.tolist()) or finish(call, rows, *others),
-    )
+    seen = lambda call, rows, *others: asked.append(rows.tolist()) or finish(call, rows, *others)
+    monkeypatch.setattr(native.uncertified, "finish_backward", seen)
     for rounding in ("fast", "nearest"):
         asked.clear()
         _, cache = sn.layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)

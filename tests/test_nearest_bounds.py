@@ -1,7 +1,6 @@
 """Broken by a bound of rounding="nearest", as the headers of native/ compute it, that some input exceeds."""
 
 import ctypes
-import os
 import platform
 import re
 import shutil
@@ -12,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rationals import NAMES, rational, textbook
+
+fcntl = pytest.importorskip("fcntl")
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parent / "src" / "stablenorm" / "native"
@@ -29,9 +30,13 @@ def steps(builds):
     if compiler is None or platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("there is no C++ compiler, or the kernels are not for this processor")
     flags = ["-mavx2", "-mfma", "-mf16c"] if platform.machine() == "x86_64" else []
-    library = builds / f"bounds-{os.getpid()}.so"
+    library = builds / "bounds.so"
     command = [compiler, *FLAGS.split(), *flags, "-I", NATIVE, HERE / "bounds.cpp", "-o", library]
-    subprocess.run(command, check=True)
+    with (builds / "bounds.lock").open("w") as lock:
+        # One of the processes of a test run compiles it, in 5 s.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(library))
     kinds = {int: ctypes.c_ssize_t, float: ctypes.c_double}
 
