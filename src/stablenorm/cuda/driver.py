@@ -23,7 +23,7 @@ _OLDEST = 80
 class Facts(NamedTuple):
     """The facts of a device that decide how kernels are compiled and launched."""
 
-    # As CuPy spells it, "90" or "100".
+    # CuPy's spelling: "90", or "100" for 10.0.
     capability: str
     multiprocessors: int
     # Bytes that a block may have of shared memory.

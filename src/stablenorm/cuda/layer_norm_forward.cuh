@@ -75,7 +75,9 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     const long long step = (long long)gridDim.x * SLOTS;
     const long long begin = (long long)blockIdx.x * SLOTS;
     long long at = begin + slot();
-    unrolled<STAGES>([&](int s) { stages.ask(s, at + s * step); });
+    long long asked = at;
+    const auto ask = [&](int s) { stages.ask(s, asked), asked += step; };
+    unrolled<STAGES>(ask);
     double next = at < p.rows ? lift(p.x[at * p.x_stride]) : 0.0;
     int stage = 0;
     // Every thread of the block takes as many turns, rows past the end all 0.
@@ -89,7 +91,7 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
             unrolled<VECTOR>([&](int i) { held[v * VECTOR + i] = lift(x.e[i]); });
         });
         // The row is in registers.
-        stages.ask(stage, at + STAGES * step);
+        ask(stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         Two sum = over_row(exchange, moments(held, k));
         double d = over(sum.a), var = fma(-d, d, over(sum.b)), base_d = 0.0;
