@@ -1,5 +1,5 @@
 """
-What the keywords, and calls of other layouts, cost beside the plain call: `make keywords`, and at the end of `make bench`.
+The cost of keywords, and of calls of other layouts, beside the plain call: `make keywords`, and at the end of `make bench`.
 
 Times each call beside the plain one, and beside the same thing written around plain calls. Writes
 benchmarks/results/keywords.json, the last part of docs/evidence/performance.md and a table of CONTRIBUTING.md.

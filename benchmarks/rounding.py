@@ -1,5 +1,5 @@
 """
-What rounding="nearest" costs, beside fast and on hard inputs: `make rounding`.
+The cost of rounding="nearest", beside fast and on hard inputs: `make rounding`.
 
 Writes benchmarks/results/rounding.json and docs/evidence/rounding.md, and exits with 1 if two ways to the same
 results differ in an element. Seven minutes, alone on the machine.

@@ -1,5 +1,5 @@
 """
-What each way of going wrong costs, in known implementations: `make stability`.
+The cost of each way of going wrong, in known implementations: `make stability`.
 
 Measures the experiments of stability_cases.py in the environment of the peers, keeps the figures in
 benchmarks/results/stability.json, and writes the tables of docs/explanation/stability.md and the

@@ -90,7 +90,7 @@ def assert_nearest(exact, found, where=None):
         assert not wrong.size, (name, array.dtype, len(wrong), wrong[0], where)
 
 
-# What judges the results of each rounding.
+# The judge of the results of each rounding.
 JUDGES = {"fast": assert_contract, "nearest": assert_nearest}
 
 

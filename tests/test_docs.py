@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 READ_ON_THE_WEB = [*PAGES, *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
 
-# What a browser fetches by itself, as opposed to a link that a reader may follow.
+# Attributes that a browser fetches by itself, as opposed to a link that a reader may follow.
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|video|embed|object|link(?![^>]*rel="(?:canonical|author)))"""
     r"""[^>]*?(?:src|href|data|srcset)="(?:https?:)?//[^"]*\""""
@@ -142,7 +142,7 @@ def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp
     assert len(files) > len(PAGES)
     found = [path.name for path, text in files.items() if FETCHED.search(text)]
     assert found == []
-    # What is shown, but for code: no formula that Markdown took for text.
+    # The text that is shown, but for code: no formula that Markdown took for text.
     hidden = re.compile(r"<(pre|code|script|annotation)\b.*?</\1>|<[^>]*>", re.DOTALL)
     formula = re.compile(r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}")
     texts = {

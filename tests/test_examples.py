@@ -68,7 +68,7 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
         elif kind == "python":
             out = io.StringIO()
             with redirect_stdout(out):
-                # What a reader does who copies one block after another into a session.
+                # A reader copies one block after another into a session.
                 exec(compile(text, f"{page}.md", "exec"), names)  # noqa: S102
             printed = out.getvalue()
         elif kind == "text":

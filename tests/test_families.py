@@ -200,7 +200,7 @@ PROMISES = {
     "F13": lambda x, f: (np.abs(x.astype(np.float64)) == f.largest).all(),
     "F16": lambda x, f: (np.abs(x.astype(np.float64)) < 2.0**f.emin).all(),
 }
-# What vanishes in the first row, and what is left of it: at most some roundings of dy or of gamma * xhat, which are
+# The output that vanishes in the first row, and its remainder: at most some roundings of dy or of gamma * xhat, which are
 # below 8 here; xhat itself is known to 2^-50.
 VANISHING = {"F27": ("dx", 0), "F28b": ("dx", 8), "F32": ("y", 8), "F35": ("dgamma", 0)}
 
@@ -296,7 +296,7 @@ def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
         right = exact.rounded(output, np.float64)
         with np.errstate(invalid="ignore"):
             error = abs(values - right)
-        # What is rounded off the exact value, to compare in float64, is not ours.
+        # The part that is rounded off the exact value, to compare in float64, is not ours.
         allowed = limits[output] * U * sizes[output] + U * abs(right)
         assert (error <= allowed).all(), f"{output}: {(error / allowed).max():.3g} of the bound"
 

@@ -96,7 +96,7 @@ def test_whatever_holds_it_keeps_it_in_use(holder):
     where = place(array)
     held = HOLDERS[holder](array)
     del array
-    # Of the young alone, which they are: a full one takes 0.1 s of all that the tests hold.
+    # Collect the young alone, which they are: a full one takes 0.1 s of all that the tests hold.
     gc.collect(1)
     before = get_idle_bytes()
     for _ in range(2):

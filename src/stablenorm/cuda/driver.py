@@ -1,5 +1,5 @@
 """
-What a launch asks of CUDA: facts of a device, a kernel, how many blocks fit, the launch itself.
+Requests of a launch to CUDA: facts of a device, a kernel, how many blocks fit, the launch itself.
 
 Tests replace these functions by others, which run the same kernels on the CPU.
 """
