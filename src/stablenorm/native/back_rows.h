@@ -70,7 +70,7 @@ INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index s
     if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-        N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);
+        N d = load<K, W>(dy[r] + j, some), v = load<K, W>(x[r] + j, some);
         N centered = M::CENTER ? v - of.mean[r] : v;
         N xhat = M::CENTER || M::NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
         N g = M::LAYER ? fma(d, u, of.m[r]) : d * u;  // u |g - m|
@@ -103,22 +103,9 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     }
     for (Index start = 0; start < n; start += block) {
         Along<R, N> part = {};
-        Index stop = n - start < block ? n : start + block, j = start;
-        for (; j + K <= stop; j += K)
-            pull_columns<FIRST, R, M>(dy, x, j, K, gamma, of, over, part);
-        if (j < stop) {
-            T copy[R][2][K] = {};
-            const T *last_dy[R], *last_x[R];
-            Constants<R, N> last_of = of;
-            for (int r = 0; r < R; r++) {
-                if (KEPT<T>) last_of.centered[r] += j, last_of.g[r] += j;
-                memcpy(copy[r][0], dy[r] + j, (size_t)(stop - j) * sizeof(T));
-                memcpy(copy[r][1], x[r] + j, (size_t)(stop - j) * sizeof(T));
-                last_dy[r] = copy[r][0], last_x[r] = copy[r][1];
-            }
-            Sums last = {over.dgamma + j, over.dbeta + j, M::NEAREST ? over.of_dy + j : nullptr, M::NEAREST ? over.of_xhat + j : nullptr};
-            pull_columns<FIRST, R, M>(last_dy, last_x, 0, stop - j, gamma + j, last_of, last, part);
-        }
+        each_columns<K>(start, at_most(start + block, n), [&](Index j, Index some) INLINE_LAMBDA {
+            pull_columns<FIRST, R, M>(dy, x, j, some, gamma, of, over, part);
+        });
         blocks.add(part);
     }
     Along<R, N> all = blocks.total();
@@ -164,8 +151,7 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINE_LAMBDA {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
-        else return some == L ? row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j))
-                              : row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
+        else return row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
     };
     Index count = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (count - 1) * L;
     for (Index k = 0; k < count; k++, j += step) {
@@ -181,20 +167,14 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     if (M::NEAREST) *uncertified = found;
 }
 
-// Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
 template <class M, class T, class To>
 NOINLINE bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<M> row(of);
-    bool differ = false;
-    for (Index i = 0; i < uncertified.count; i++) {
-        Index j = uncertified.at[i], some = n - j < L ? n - j : L;
-        Lanes<L> at = load<L>(of.x + j, some);
-        // Zero gets the sign of plus.
-        Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + broadcast<L>(0.0);
-        differ |= differs<To>(v, bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? at - row.mean : at) * row.rstd), some);
-        store(dx + j, v, some);
-    }
-    return differ;
+    return round_again<L>(dx, n, uncertified, [&](Index j, Index some, Lanes<L>& v) INLINE_LAMBDA {
+        Lanes<L> x = load<L>(of.x + j, some);
+        v = row(load<L>(of.dy + j, some), x, load<L>(gamma + j));
+        return bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? x - row.mean : x) * row.rstd);
+    });
 }
 
 }  // namespace

@@ -171,14 +171,27 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
 
 // Loads and stores the last m columns of a row through a copy: nothing behind the row is read or written.
 template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
+    if (m == L) return load<L, W>(p);
     T copy[L] = {};
     memcpy(copy, p, (size_t)m * sizeof(T));
     return load<L, W>(copy);
 }
 template <int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a, Index m) {
+    if (m == L) return store(p, a);
     T copy[L];
     store(copy, a);
     memcpy(p, copy, (size_t)m * sizeof(T));
 }
+
+// Calls f(j, some) for the columns from start to stop, L at a time; `some` is L, a constant once f is inlined, or what is left.
+template <int L, class F> INLINE void each_columns(Index start, Index stop, F f) {
+    Index j = start;
+// Unrolling makes GCC 12 keep the sums of `measure` in memory where there are 16 registers: 0.17 ns for 0.09.
+#pragma GCC unroll 1
+    for (; j + L <= stop; j += L) f(j, (Index)L);
+    if (j < stop) f(j, stop - j);
+}
+
+INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
 }  // namespace
