@@ -155,7 +155,7 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     };
     Index count = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (count - 1) * L;
     for (Index k = 0; k < count; k++, j += step) {
-        prefetch(dy + j + ahead), prefetch(x + j + ahead);
+        __builtin_prefetch(dy + j + ahead), __builtin_prefetch(x + j + ahead);
         Lanes<L> v = at(j, L);
         if (M::NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, M::NEAREST ? beside_midpoints(v) : v);

@@ -211,14 +211,12 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
     each_columns<8>(0, count, [&](Index j, Index some) INLINE_LAMBDA {
         N a = load<8>(of.high + j), b = load<8>(of.low + j);
         N all = fma(broadcast<8>(0x1p-51), magnitude(a), magnitude(b) + load<8>(of.error + j));
-        auto differ = midpoints_between<To>(a + all, a - all);
+        int64_t differ[8];
+        bool any = midpoints_between<To>(a + all, a - all, differ), small = false;
         memset(uncertified + j, 0, (size_t)some);
         store(out + j, a + broadcast<8>(0.0), some);
-        if (__builtin_expect(!any(differ), 1)) return;
-        int64_t each[8];
-        bool small = false;
-        write(each, differ);
-        for (Index k = 0; k < some; k++) uncertified[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
+        if (__builtin_expect(!any, 1)) return;
+        for (Index k = 0; k < some; k++) uncertified[j + k] = differ[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
         // Subnormal numbers have fewer digits: compare what their bounds round to.
         if (small) round_pairs(out + j, of.high + j, of.low + j, of.error + j, 1.0, some, uncertified + j);
         for (Index k = j; k < j + some; k++)

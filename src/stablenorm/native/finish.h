@@ -29,7 +29,7 @@ constexpr Index LEAST_AHEAD = 1 << 14;
 // Converts n elements, each rounded once. Prefetches what follows, mostly the next row: twice as fast beyond the caches.
 template <class From, class To> NOINLINE void convert(const From* from, To* to, Index n) {
     each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j, some), some);
+        __builtin_prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j, some), some);
     });
 }
 
@@ -81,13 +81,8 @@ NOINLINE inline Pair<double> range_of(const double* dy, Index n) {
     return {read<double>(&low), read<double>(&high)};
 }
 
-// A row of results as pairs; each errs by at most a bound times its size.
-struct Results {
-    double *high, *low, *size;
-};
-
-// Sinks of results: rounded to float64 at once; kept as pairs; or rounded to float64 with Ziv's rounding test, where each
-// errs by at most `bound` times its size.
+// Sinks of results, each of which errs by at most a bound times its size: rounded to float64 at once; kept as pairs; or rounded
+// to float64 with Ziv's rounding test.
 struct ToFloat64 {
     static constexpr bool STAGED = false;
     double* at;
@@ -97,23 +92,22 @@ struct ToFloat64 {
 };
 struct ToPairs {
     static constexpr bool STAGED = true;
-    Results to;
+    double *high, *low, *sizes;
     INLINE void operator()(Index j, Index, Pairs v, N size) {
-        store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
+        store(high + j, v.high), store(low + j, v.low), store(sizes + j, size);
     }
 };
 struct ToCertain {
     static constexpr bool STAGED = true;
     double* at;
     double bound;
-    Words<P, WIDEST> uncertified = {};
+    Register<int64_t, WIDEST> uncertified = {};
     INLINE void operator()(Index j, Index some, Pairs v, N size) {
         // The first term covers the rounding of the low part and of its sum with the bound.
         N error = fma(broadcast<P>(0x1p-52), magnitude(v.low), broadcast<P>(bound) * size);
         N most = v.high + (v.low + error), least = v.high + (v.low - error);
         if (some < P) most = first(most, some), least = first(least, some);
-        Words<P, WIDEST> a = bits_of(most), b = bits_of(least);
-        for (int i = 0; i < N::REGISTERS_OF; i++) uncertified.v[i] |= a.v[i] ^ b.v[i];
+        uncertified |= differences(most, least);
         // Zero gets the sign of plus.
         store(at + j, most + broadcast<P>(0.0), some);
     }
@@ -164,12 +158,12 @@ NOINLINE inline void add_row(const double* plus, double* high, double* low, Inde
     }
 }
 
-constexpr auto plain_sum = [](pairs::N a, pairs::N b) INLINE_LAMBDA { return a + b; };
-
-// Writes add(a, b), rounded to T; a and b are rows.
-template <class A, class B, class T, class Add> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n, Add add) {
+// Writes the sums of two rows, each rounded once. ODD: by way of float64; else a + b holds them, or may be rounded twice.
+template <bool ODD = false, class A, class B, class T> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n) {
     each_columns<8>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        store(to + j, add(load<8>(a + j, some), load<8>(b + j, some)), some);
+        pairs::N one = load<8>(a + j, some), other = load<8>(b + j, some);
+        Pair<pairs::N> sum = two_sum(one, other);
+        store(to + j, ODD ? odd_sum(sum.high, sum.low) : one + other, some);
     });
 }
 
@@ -183,8 +177,8 @@ NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, double b
         T* to = (T*)row_of(c.y, i);
         if (c.in_pairs) return round_pairs(to, own.high, own.low, c.nearest ? own.size : nullptr, bound, c.n);
         if (!adds) convert(own.high, to, c.n);
-        else if (c.plus.type == c.y.type) store_sums(own.high, (const T*)row_of(c.plus, i), to, c.n, plain_sum);
-        else store_sums(own.high, row_as<double>(c, c.plus, i, own.addend), to, c.n, plain_sum);
+        else if (c.plus.type == c.y.type) store_sums(own.high, (const T*)row_of(c.plus, i), to, c.n);
+        else store_sums(own.high, row_as<double>(c, c.plus, i, own.addend), to, c.n);
         return false;
     });
 }
@@ -195,13 +189,9 @@ NOINLINE inline void add_residual(const Call& c, const Own& own, Index i) {
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         T* to = (T*)row_of(c.x, i);
-        auto odd = [](pairs::N one, pairs::N other) INLINE_LAMBDA {
-            Pair<pairs::N> sum = two_sum(one, other);
-            return odd_sum(sum.high, sum.low);
-        };
         // The sum of two T of p digits may be rounded twice: float64 has 2 p + 2 (Figueroa, SIGNUM 30, 3 (1995) 21).
-        if (fits) store_sums((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n, plain_sum);
-        else store_sums(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n, odd);
+        if (fits) store_sums((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n);
+        else store_sums<true>(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n);
     });
 }
 

@@ -60,7 +60,7 @@ Call sample_of(const Call& all, Index sample, double* room) {
         further(c.partial[k], sample * 6 * c.n * 8);
     }
     Arena own{room, 0};
-    if (room) c.lay_out_parameters(own), c.lay_out_sums(own);
+    if (room) c.lay_out_parameters(own), c.lay_out_sums(own), c.own += own.used;
     return c;
 }
 
@@ -78,7 +78,7 @@ void finish_work(void* data, Index part, int) {
 // A sample of one tile, from its parameters to its sums.
 void sample_work(void* data, Index sample, int thread) {
     const Call& all = *(const Call*)data;
-    Call c = sample_of(all, sample, all.own + all.own_size * thread + all.own_parameters);
+    Call c = sample_of(all, sample, all.own + all.own_size * thread);
     kernels->prepare(c), kernels->do_tile(c, 0, thread);
     for (Index part = 0, parts = finish_parts(c); part < parts; part++) finish_work(&c, part, thread);
 }
@@ -90,9 +90,8 @@ bool by_samples(const Call& c) { return c.samples > 1 && c.tiles == 1; }
 bool take_scratch(Call& c, int threads, double*& memory) {
     Arena shared, own;
     c.lay_out_parameters(shared), c.lay_out_sums(shared);
-    (void)Own(c, own);
-    c.own_parameters = own.used;
     if (by_samples(c)) c.lay_out_parameters(own), c.lay_out_sums(own);
+    (void)Own(c, own);
     memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
     if (!memory) return false;
     Arena real{memory, 0};

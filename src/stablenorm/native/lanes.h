@@ -46,10 +46,12 @@ template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
 
 // ---- bits ----
 
-template <int L, int W> struct Words {
-    Register<int64_t, W> v[L / W];
-};
-template <int L, int W> INLINE Words<L, W> bits_of(Lanes<L, W> a) { return read<Words<L, W>>(&a); }
+// The bits in which lanes of a and b differ, of all lanes of a place of the registers.
+template <int L, int W> INLINE Register<int64_t, W> differences(Lanes<L, W> a, Lanes<L, W> b) {
+    Register<int64_t, W> all = {};
+    EACH all |= (Register<int64_t, W>)a.v[i] ^ (Register<int64_t, W>)b.v[i];
+    return all;
+}
 template <int L, int W> INLINE Lanes<L, W> magnitude(Lanes<L, W> a) {
     EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] & INT64_MAX);
     return a;
@@ -73,12 +75,6 @@ template <int L, int W> INLINE Lanes<L, W> first(Lanes<L, W> a, Index m) {
     for (int k = 0; k < W; k++) place[k] = k;
     EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] & (place + i * W < m));
     return a;
-}
-
-template <int L, int W> INLINE bool any(Words<L, W> a) {
-    Register<int64_t, W> all = a.v[0];
-    for (int i = 1; i < L / W; i++) all |= a.v[i];
-    return any_of<W>(all, -1);
 }
 
 // Sums lanes by halves: lane i and lane i + 8, then i + 4, and so on.
@@ -169,15 +165,16 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
     }
 }
 
-// Loads and stores the last m columns of a row through a copy: nothing behind the row is read or written.
+// Loads and stores m columns of a row, a constant L or the last ones: through a copy, so that nothing behind the row is read or
+// written.
 template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
-    if (m == L) return load<L, W>(p);
+    if (__builtin_constant_p(m) && m == L) return load<L, W>(p);
     T copy[L] = {};
     memcpy(copy, p, (size_t)m * sizeof(T));
     return load<L, W>(copy);
 }
 template <int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a, Index m) {
-    if (m == L) return store(p, a);
+    if (__builtin_constant_p(m) && m == L) return store(p, a);
     T copy[L];
     store(copy, a);
     memcpy(p, copy, (size_t)m * sizeof(T));

@@ -96,11 +96,6 @@ template <bool LAYER, bool SHIFT, class T> NOINLINE void measure(const T* x, Ind
     put(sum, sums.plain, r), put(squares, sums.product, r);
 }
 
-template <bool LAYER, class T> INLINE void measure(const T* x, Index n, double guess, Sums& sums, int r) {
-    if (LAYER && guess != 0) measure<LAYER, LAYER>(x, n, guess, sums, r);
-    else measure<LAYER, false>(x, n, 0, sums, r);
-}
-
 template <class T> INLINE double guess_of(const T* x, Index n) {
     double least = number(x), most = least, sum = 0;
     for (int i = 0; i < 8; i++) {
@@ -133,11 +128,12 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     Sums sums;
     double k[GROUP] = {};
     if (rows < GROUP) memset(&sums, 0, sizeof sums);
-    for (int r = 0; r < rows; r++) k[r] = LAYER ? pairs::guess_of(x[r], n) : 0, measure<LAYER>(x[r], n, k[r], sums, r);
+    auto measure_row = [&](int r) { (LAYER && k[r] != 0 ? measure<LAYER, LAYER, T> : measure<LAYER, false, T>)(x[r], n, k[r], sums, r); };
+    for (int r = 0; r < rows; r++) k[r] = LAYER ? pairs::guess_of(x[r], n) : 0, measure_row(r);
     settle(k, sums, n, eps, of);
     bool again = false;
     for (int r = 0; LAYER && r < rows; r++)
-        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure<LAYER>(x[r], n, k[r], sums, r), again = true;
+        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure_row(r), again = true;
     if (again) settle(k, sums, n, eps, of);  // the others come out as before
 }
 

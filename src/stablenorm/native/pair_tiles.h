@@ -8,7 +8,6 @@ namespace {
 namespace pairs {
 
 Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
-Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
 
 // True if a row has a NaN or an infinity, which spoils all of it.
 bool is_spoiled(const double* x, Index n) { return !(range_of(x, n).low < __builtin_inf()); }
@@ -61,8 +60,8 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
 // Writes a row of results, rounded; true if an element is uncertified.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
     if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
-    if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified)) return false;
-    write(ToPairs{results_of(own)});
+    if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any_of<WIDEST>(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified, -1)) return false;
+    write(ToPairs{own.high, own.low, own.size});
     return finish_row(c, own, i, bound);
 }
 

@@ -80,6 +80,17 @@ template <bool NEAREST, class Part> struct Blocks {
     }
 };
 
+template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* x, Index n, Lanes<L> k) {
+    Along<1, Lanes<L>> of = {};
+    each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+        Lanes<L> v = load<L>(x + j, some), c = LAYER ? minus(v, k) : v;
+        if (some < L) c = first(c, some);
+        if (LAYER) of.plain[0] = of.plain[0] + c;
+        of.product[0] = fma(c, c, of.product[0]);
+    });
+    return of;
+}
+
 // Pass 1 of the forward: the sums of x - k and of its square, for some rows.
 template <bool LAYER, bool NEAREST, class T>
 NOINLINE void measure(const T* const* x, int rows, Index n, const double* guess, double* plain, double* product) {
@@ -87,16 +98,7 @@ NOINLINE void measure(const T* const* x, int rows, Index n, const double* guess,
     for (int r = 0; r < rows; r++) {
         Lanes<L> k = broadcast<L>(guess[r]);
         Blocks<NEAREST, Along<1, Lanes<L>>> blocks;
-        for (Index start = 0; start < n; start += block) {
-            Along<1, Lanes<L>> of = {};
-            each_columns<L>(start, at_most(start + block, n), [&](Index j, Index some) INLINE_LAMBDA {
-                Lanes<L> v = load<L>(x[r] + j, some), c = LAYER ? minus(v, k) : v;
-                if (some < L) c = first(c, some);
-                if (LAYER) of.plain[0] = of.plain[0] + c;
-                of.product[0] = fma(c, c, of.product[0]);
-            });
-            blocks.add(of);
-        }
+        for (Index start = 0; start < n; start += block) blocks.add(measure_block<LAYER>(x[r] + start, at_most(n - start, block), k));
         auto all = blocks.total();
         plain[r] = total(all.plain[0]), product[r] = total(all.product[0]);
     }
@@ -204,7 +206,7 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
         Lanes<Y> size = M::NEAREST ? load<Y>(sizes + j) : scale;
         Lanes<Y> v[R];
 #pragma GCC unroll 2
-        for (int i = 0; i < R; i++) prefetch(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
+        for (int i = 0; i < R; i++) __builtin_prefetch(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
 #pragma GCC unroll 2
         for (int i = 0; i < R; i += AT_ONCE) {
             Lanes<Y> most[AT_ONCE], least[AT_ONCE];
