@@ -53,58 +53,46 @@ template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 
 template <bool NEAREST> constexpr int FEW = NEAREST && (WIDEST > B) ? WIDEST : B;
 template <bool NEAREST> using Few = Lanes<FEW<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
 
-template <int R, class N> struct Constants {
-    N mean[R], rstd[R], s[R], m[R];
-    double *centered[R], *g[R];
-};
-
-// Adds the first `some` columns of R rows to the sums along the rows and over them; FIRST begins these.
-template <bool FIRST, int R, class M, class T, class N>
-INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
-                         const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
-    constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
-    double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
-    double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
-    N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
-    if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
-    if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-        N d = load<K, W>(dy[r] + j, some), v = load<K, W>(x[r] + j, some);
-        N centered = M::CENTER ? v - of.mean[r] : v;
-        N xhat = M::CENTER || M::NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
-        N g = M::LAYER ? fma(d, u, of.m[r]) : d * u;  // u |g - m|
-        if (KEPT<T>) store(of.centered[r] + j, centered), store(of.g[r] + j, g);
-        if (some < K) g = first(g, some);
-        if (M::LAYER) along.plain[r] = along.plain[r] + g;
-        along.product[r] = fma(g, xhat, along.product[r]);
-        sb = sb + d, sg = fma(d, xhat, sg);  // u |dy|; |dy| (a |xhat| + b), and u |dy xhat| for each addition
-        if (M::NEAREST) along.square[r] = fma(g, g, along.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
-    }
-    store(dgamma + j, sg), store(dbeta + j, sb);
-    if (M::NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
-}
-
-// Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows. Row constants are local copies: the compiler
-// cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
+// Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows, which FIRST begins. Row constants are local
+// copies: the compiler cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
 template <bool FIRST, int R, class M, class T>
 NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
     using N = Few<M::NEAREST>;
     constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
     constexpr Index block = BLOCK<M::NEAREST, RUN_BACK * K>;
     Blocks<M::NEAREST, Along<R, N>> blocks;
-    Constants<R, N> of;
+    N mean[R], rstd[R], s[R], m[R];
+    double *kept_centered[R], *kept_g[R];
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
-        of.mean[r] = broadcast<K, W>(row.mean), of.rstd[r] = broadcast<K, W>(row.rstd);
-        of.s[r] = broadcast<K, W>(left_of<M::CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = broadcast<K, W>(-row.m);
-        of.centered[r] = row.centered, of.g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
+        mean[r] = broadcast<K, W>(row.mean), rstd[r] = broadcast<K, W>(row.rstd);
+        s[r] = broadcast<K, W>(left_of<M::CENTER>(row.mean, row.rest, row.rstd)), m[r] = broadcast<K, W>(-row.m);
+        kept_centered[r] = row.centered, kept_g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
         Along<R, N> part = {};
         each_columns<K>(start, at_most(start + block, n), [&](Index j, Index some) INLINE_LAMBDA {
-            pull_columns<FIRST, R, M>(dy, x, j, some, gamma, of, over, part);
+            double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
+            double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
+            N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
+            if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
+            if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                N d = load<K, W>(dy[r] + j, some), v = load<K, W>(x[r] + j, some);
+                N centered = M::CENTER ? v - mean[r] : v;
+                N xhat = M::CENTER || M::NEAREST ? fma(centered, rstd[r], s[r]) : v * rstd[r];
+                N g = M::LAYER ? fma(d, u, m[r]) : d * u;  // u |g - m|
+                if (KEPT<T>) store(kept_centered[r] + j, centered), store(kept_g[r] + j, g);
+                if (some < K) g = first(g, some);
+                if (M::LAYER) part.plain[r] = part.plain[r] + g;
+                part.product[r] = fma(g, xhat, part.product[r]);
+                sb = sb + d, sg = fma(d, xhat, sg);  // u |dy|; |dy| (a |xhat| + b), and u |dy xhat| for each addition
+                if (M::NEAREST) part.square[r] = fma(g, g, part.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
+            }
+            store(dgamma + j, sg), store(dbeta + j, sb);
+            if (M::NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
         });
         blocks.add(part);
     }

@@ -65,12 +65,6 @@ template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i,
     return finish_row(c, own, i, bound);
 }
 
-// Adds the range of |dy| of a row to that of a tile: the largest, and the reciprocal of the last bit of the smallest.
-INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
-    if (range.low == 0) return;
-    of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
-}
-
 // Loads a row and its statistics; false, with a mark, if it is out of range. Rows with NaN are done like others.
 template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
@@ -91,7 +85,8 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
         of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
         of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
     }
-    if (of_tile) add_range(c, range, of_tile);
+    // The range of |dy| in a tile: the largest, and the reciprocal of the last bit of the smallest.
+    if (of_tile && range.low != 0) of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
     if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
     return c.marks[i] = 0, true;
 }
