@@ -102,12 +102,11 @@ bool take_scratch(Call& c, int threads, double*& memory) {
 
 // Does all samples; false, and nothing is written, if gamma or beta of one is out of range, with pairs or of float64.
 bool run_samples(Call& c, int threads) {
-    bool by_one = by_samples(c), may_decline = c.pairs() || c.gamma_type == F64 || c.beta_type == F64;
-    Index cost = (by_one ? c.samples : 1) * c.rows * c.n * (c.in_pairs ? COST : 1);
-    bool wake = cost >= WORTH_WAKING || pool::is_in_use();
+    bool may_decline = c.pairs() || c.gamma_type == F64 || c.beta_type == F64;
+    bool wake = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
     for (Index i = 0; c.samples > 1 && may_decline && i < c.samples; i++)
         if (!kernels->prepare(sample_of(c, i, nullptr))) return false;
-    if (by_one) return pool::run(c.samples, threads, wake, sample_work, &c), true;
+    if (by_samples(c)) return pool::run(c.samples, threads, wake, sample_work, &c), true;
     for (Index i = 0; i < c.samples; i++) {
         Call one = sample_of(c, i, nullptr);
         if (!kernels->prepare(one)) return false;

@@ -46,7 +46,7 @@ template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
 
 // ---- bits ----
 
-// The bits in which lanes of a and b differ, of all lanes of a place of the registers.
+// One register with every bit in which a lane of a and that of b differ.
 template <int L, int W> INLINE Register<int64_t, W> differences(Lanes<L, W> a, Lanes<L, W> b) {
     Register<int64_t, W> all = {};
     EACH all |= (Register<int64_t, W>)a.v[i] ^ (Register<int64_t, W>)b.v[i];
