@@ -9,6 +9,7 @@
 #include <Python.h>
 #include <numpy/arrayobject.h>
 
+#include <array>
 #include <cstring>
 #include <initializer_list>
 
@@ -55,11 +56,6 @@ bool see_rows(PyObject* object, Rows& rows) {
     return rows.stride = PyArray_STRIDE(a, 0), true;
 }
 
-bool have_one_shape(PyArrayObject* a, PyArrayObject* b) {
-    int ndim = PyArray_NDIM(a);
-    return ndim == PyArray_NDIM(b) && !memcmp(PyArray_DIMS(a), PyArray_DIMS(b), (size_t)ndim * sizeof(npy_intp));
-}
-
 // Whether an array can take results as distinct plain rows, in either direction.
 bool see_room(PyObject* object, Rows& rows) {
     if (!see_rows(object, rows)) return false;
@@ -88,7 +84,7 @@ bool are_apart(PyArrayObject* a, PyObject* other) {
 bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
     if (!PyArray_CheckExact(out) || !is_given(like)) return false;
     PyArrayObject *a = (PyArrayObject*)out, *b = (PyArrayObject*)like;
-    bool fits = PyArray_TYPE(a) == PyArray_TYPE(b) && have_one_shape(a, b) && PyArray_ISWRITEABLE(a);
+    bool fits = PyArray_TYPE(a) == PyArray_TYPE(b) && PyArray_SAMESHAPE(a, b) && PyArray_ISWRITEABLE(a);
     for (PyObject* each : others) fits = fits && are_apart(a, each);
     return fits;
 }

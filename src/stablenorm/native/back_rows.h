@@ -53,72 +53,47 @@ template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 
 template <bool NEAREST> constexpr int FEW = NEAREST && (WIDEST > B) ? WIDEST : B;
 template <bool NEAREST> using Few = Lanes<FEW<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
 
-template <int R, class N> struct Constants {
-    N mean[R], rstd[R], s[R], m[R];
-    double *centered[R], *g[R];
-};
-
-// Adds the first `some` columns of R rows to the sums along the rows and over them; FIRST begins these.
-template <bool FIRST, int R, class M, class T, class N>
-INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
-                         const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
-    constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
-    double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
-    double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
-    N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
-    if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
-    if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-        N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);
-        N centered = M::CENTER ? v - of.mean[r] : v;
-        N xhat = M::CENTER || M::NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
-        N g = M::LAYER ? fma(d, u, of.m[r]) : d * u;  // u |g - m|
-        if (KEPT<T>) store(of.centered[r] + j, centered), store(of.g[r] + j, g);
-        if (some < K) g = first(g, some);
-        if (M::LAYER) along.plain[r] = along.plain[r] + g;
-        along.product[r] = fma(g, xhat, along.product[r]);
-        sb = sb + d, sg = fma(d, xhat, sg);  // u |dy|; |dy| (a |xhat| + b), and u |dy xhat| for each addition
-        if (M::NEAREST) along.square[r] = fma(g, g, along.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
-    }
-    store(dgamma + j, sg), store(dbeta + j, sb);
-    if (M::NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
-}
-
-// Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows. Row constants are local copies: the compiler
-// cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
+// Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows, which FIRST begins. Row constants are local
+// copies: the compiler cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
 template <bool FIRST, int R, class M, class T>
 NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
     using N = Few<M::NEAREST>;
     constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
     constexpr Index block = BLOCK<M::NEAREST, RUN_BACK * K>;
     Blocks<M::NEAREST, Along<R, N>> blocks;
-    Constants<R, N> of;
+    N mean[R], rstd[R], s[R], m[R];
+    double *kept_centered[R], *kept_g[R];
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
-        of.mean[r] = broadcast<K, W>(row.mean), of.rstd[r] = broadcast<K, W>(row.rstd);
-        of.s[r] = broadcast<K, W>(left_of<M::CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = broadcast<K, W>(-row.m);
-        of.centered[r] = row.centered, of.g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
+        mean[r] = broadcast<K, W>(row.mean), rstd[r] = broadcast<K, W>(row.rstd);
+        s[r] = broadcast<K, W>(left_of<M::CENTER>(row.mean, row.rest, row.rstd)), m[r] = broadcast<K, W>(-row.m);
+        kept_centered[r] = row.centered, kept_g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
         Along<R, N> part = {};
-        Index stop = n - start < block ? n : start + block, j = start;
-        for (; j + K <= stop; j += K)
-            pull_columns<FIRST, R, M>(dy, x, j, K, gamma, of, over, part);
-        if (j < stop) {
-            T copy[R][2][K] = {};
-            const T *last_dy[R], *last_x[R];
-            Constants<R, N> last_of = of;
+        each_columns<K>(start, at_most(start + block, n), [&](Index j, Index some) INLINE_LAMBDA {
+            double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
+            double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
+            N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
+            if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
+            if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
+#pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                if (KEPT<T>) last_of.centered[r] += j, last_of.g[r] += j;
-                memcpy(copy[r][0], dy[r] + j, (size_t)(stop - j) * sizeof(T));
-                memcpy(copy[r][1], x[r] + j, (size_t)(stop - j) * sizeof(T));
-                last_dy[r] = copy[r][0], last_x[r] = copy[r][1];
+                N d = load<K, W>(dy[r] + j, some), v = load<K, W>(x[r] + j, some);
+                N centered = M::CENTER ? v - mean[r] : v;
+                N xhat = M::CENTER || M::NEAREST ? fma(centered, rstd[r], s[r]) : v * rstd[r];
+                N g = M::LAYER ? fma(d, u, m[r]) : d * u;  // u |g - m|
+                if (KEPT<T>) store(kept_centered[r] + j, centered), store(kept_g[r] + j, g);
+                if (some < K) g = first(g, some);
+                if (M::LAYER) part.plain[r] = part.plain[r] + g;
+                part.product[r] = fma(g, xhat, part.product[r]);
+                sb = sb + d, sg = fma(d, xhat, sg);  // u |dy|; |dy| (a |xhat| + b), and u |dy xhat| for each addition
+                if (M::NEAREST) part.square[r] = fma(g, g, part.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
             }
-            Sums last = {over.dgamma + j, over.dbeta + j, M::NEAREST ? over.of_dy + j : nullptr, M::NEAREST ? over.of_xhat + j : nullptr};
-            pull_columns<FIRST, R, M>(last_dy, last_x, 0, stop - j, gamma + j, last_of, last, part);
-        }
+            store(dgamma + j, sg), store(dbeta + j, sb);
+            if (M::NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
+        });
         blocks.add(part);
     }
     Along<R, N> all = blocks.total();
@@ -164,12 +139,11 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINE_LAMBDA {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
-        else return some == L ? row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j))
-                              : row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
+        else return row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
     };
     Index count = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (count - 1) * L;
     for (Index k = 0; k < count; k++, j += step) {
-        prefetch(dy + j + ahead), prefetch(x + j + ahead);
+        __builtin_prefetch(dy + j + ahead), __builtin_prefetch(x + j + ahead);
         Lanes<L> v = at(j, L);
         if (M::NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, M::NEAREST ? beside_midpoints(v) : v);
@@ -181,20 +155,14 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     if (M::NEAREST) *uncertified = found;
 }
 
-// Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
 template <class M, class T, class To>
 NOINLINE bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<M> row(of);
-    bool differ = false;
-    for (Index i = 0; i < uncertified.count; i++) {
-        Index j = uncertified.at[i], some = n - j < L ? n - j : L;
-        Lanes<L> at = load<L>(of.x + j, some);
-        // Zero gets the sign of plus.
-        Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + broadcast<L>(0.0);
-        differ |= differs<To>(v, bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? at - row.mean : at) * row.rstd), some);
-        store(dx + j, v, some);
-    }
-    return differ;
+    return round_again<L>(dx, n, uncertified, [&](Index j, Index some, Lanes<L>& v) INLINE_LAMBDA {
+        Lanes<L> x = load<L>(of.x + j, some);
+        v = row(load<L>(of.dy + j, some), x, load<L>(gamma + j));
+        return bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? x - row.mean : x) * row.rstd);
+    });
 }
 
 }  // namespace

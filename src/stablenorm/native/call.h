@@ -83,7 +83,7 @@ struct Call {
     double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr, *sizes = nullptr;
     double *sums = nullptr, *ranges = nullptr;
     double* own = nullptr;
-    Index own_size = 0, own_parameters = 0;  // float64 of one thread; where the parameters of its sample begin
+    Index own_size = 0;  // float64 of one thread
 
     bool summing() const { return sums_out[0] || sums_out[1]; }
     Index padded_n() const { return padded(n); }

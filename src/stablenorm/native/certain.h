@@ -103,23 +103,23 @@ INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> of_dy, Lanes<8> of_xhat, dou
 template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
     Lanes<L, W> size = magnitude(most);
-    I differ = {}, small = {};
-    EACH differ = with_differences<W>(differ, (I)most.v[i], (I)least.v[i]);
+    I small = {};
     if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
-    return any_of<W>(differ, -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
+    return any_of<W>(differences(most, least), -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
-// The lanes, not 0, with a midpoint between their bounds, for results that are often numbers of the type: adding half the
-// last bit puts midpoints where numbers were.
-template <class To, int L, int W> INLINE Words<L, W> midpoints_between(Lanes<L, W> most, Lanes<L, W> least) {
+// Finds the lanes, not 0 in `found`, with a midpoint between their bounds; returns whether there are any. It is for results
+// that are often numbers of the type: adding half the last bit puts midpoints where numbers were.
+template <class To, int L, int W> INLINE bool midpoints_between(Lanes<L, W> most, Lanes<L, W> least, int64_t* found) {
     using I = Register<int64_t, W>;
     constexpr int64_t half = 1LL << (52 - DIGITS<To>);
-    Words<L, W> found;
+    I all = {};
     EACH {
-        found.v[i] = (((I)most.v[i] + half) ^ ((I)least.v[i] + half)) & (-2 * half);
-        if (DIGITS<To> == 11) found.v[i] |= ((I)magnitude(most).v[i] - (I)broadcast<W, W>(0x1p-14).v[0]) & INT64_MIN;
+        I differ = (((I)most.v[i] + half) ^ ((I)least.v[i] + half)) & (-2 * half);
+        if (DIGITS<To> == 11) differ |= ((I)magnitude(most).v[i] - (I)broadcast<W, W>(0x1p-14).v[0]) & INT64_MIN;
+        write(found + i * W, differ), all |= differ;
     }
-    return found;
+    return any_of<W>(all, -1);
 }
 
 // Whether v - error and v + error round differently.

@@ -75,10 +75,6 @@ struct Block {
 };
 constexpr double ZEROS[COLUMNS + 16] = {};
 
-inline void add_up(const double* part, double* total, Index count) {
-    for (Index j = 0; j < count; j++) total[j] += part[j];
-}
-
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
     Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4;
     // A tile of one part has low parts of 0.
@@ -100,26 +96,15 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + 2 * which * p, high, low, count);
         if (deep) merge_columns(sums + (2 * which + 1) * p, high, low, count);
-        if (c.nearest) add_up(sums + sizes * p, of.size, count), add_up(sums + 5 * p, of.other, count);
+        for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[sizes * p + j], of.other[j] += sums[5 * p + j];
     }
-}
-
-// Whether the sums of dy are exact as pairs. They are multiples of the last bit of the smallest |dy|; if their low parts
-// are at most 2**52 times that, any two add up exactly.
-inline bool is_exact(double rows, double most, double last) {
-    return rows * 0x1p-53 * rows * most * last <= 0x1p52;
-}
-
-// The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the reciprocal of its last bit.
-inline Errors ranges_of(const Call& c) {
-    Errors all = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++) all = {larger(all.a, c.ranges[2 * tile]), larger(all.b, c.ranges[2 * tile + 1])};
-    return all;
 }
 
 // Bounds the errors of sums of pairs or of float64.
 inline void find_errors(const Call& c, int which, Index count, Block& of) {
-    Errors worst = ranges_of(c);
+    // The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the reciprocal of its last bit.
+    Errors worst = {0, 0};
+    for (Index tile = 0; tile < c.tiles; tile++) worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
     if (!c.in_pairs) {
         // Terms of dbeta are exact: its errors are those of its additions.
         if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
@@ -132,8 +117,10 @@ inline void find_errors(const Call& c, int which, Index count, Block& of) {
         }
         return;
     }
-    double bound = sums_bound(c.n, c.tile_rows, c.tiles);
-    bool exact = which == 1 && is_exact((double)(c.tiles * c.tile_rows), worst.a, worst.b);
+    double bound = sums_bound(c.n, c.tile_rows, c.tiles), rows = (double)(c.tiles * c.tile_rows);
+    // The sums of dy are multiples of the last bit of the smallest |dy|; if their low parts are at most 2**52 times that, any
+    // two add up exactly as pairs.
+    bool exact = which == 1 && rows * 0x1p-53 * rows * worst.a * worst.b <= 0x1p52;
     for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
@@ -161,7 +148,7 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
         using T = std::remove_pointer_t<decltype(kind)>;
         T some[2][TOGETHER][8] = {};
         for (Index top = 0; top < c.rows; top += TOGETHER) {
-            Index rows = c.rows - top < TOGETHER ? c.rows - top : TOGETHER;
+            Index rows = at_most(c.rows - top, TOGETHER);
             for (Index i = 0; i < rows; i++) {
                 const T *dy = (T*)row_of(c.dy, top + i) + start, *x = (T*)row_of(c.x, top + i) + start;
                 for (Index k = 0; k < count; k++) some[0][i][k] = dy[columns[k]];
@@ -193,18 +180,27 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     return {sum, size};
 }
 
-// Rounds the columns of `sum_closely` that are certified. dbeta is certified where its sum is exact as a pair: sums of few
-// narrow numbers mostly are, and are often midpoints.
-template <class To> void round_closely(const Close& of, int which, const Index* columns, Index count, To* out, uint8_t* uncertified) {
-    double high[8], low[8], error[8];
-    store(high, of.sum.high), store(low, of.sum.low), store(error, of.error);
-    To found[8];
-    uint8_t differ[8];
-    round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
-    for (Index k = 0; k < count; k++) {
-        bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
-        if (certain) out[columns[k]] = found[k], uncertified[columns[k]] = 0;
+// Rounds the columns whose sums by `how` are certified; returns how many are left, which come first then. dbeta is certified
+// where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
+template <class How, class To>
+Index round_closely(How how, const Call& c, int which, Index first, Index* columns, Index count, To* out, uint8_t* uncertified) {
+    Index left = 0;
+    for (Index start = 0; start < count; start += 8) {
+        Index some = at_most(count - start, 8);
+        Close of = how(c, which, first, columns + start, some);
+        double high[8], low[8], error[8];
+        store(high, of.sum.high), store(low, of.sum.low), store(error, of.error);
+        To found[8];
+        uint8_t differ[8];
+        round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
+        for (Index k = 0; k < some; k++) {
+            Index column = columns[start + k];
+            bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
+            if (certain) out[column] = found[k], uncertified[column] = 0;
+            else columns[left++] = column;
+        }
     }
+    return left;
 }
 
 // Rounds sums, each with Ziv's rounding test by its own bound, and sums the columns that fail it closely.
@@ -212,36 +208,23 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
     using N = Lanes<8>;
     constexpr double SMALL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
     Index left[COLUMNS], found = 0;
-    for (Index j = 0; j < count; j += 8) {
-        Index some = count - j < 8 ? count - j : 8;
+    each_columns<8>(0, count, [&](Index j, Index some) INLINE_LAMBDA {
         N a = load<8>(of.high + j), b = load<8>(of.low + j);
         N all = fma(broadcast<8>(0x1p-51), magnitude(a), magnitude(b) + load<8>(of.error + j));
-        auto differ = midpoints_between<To>(a + all, a - all);
+        int64_t differ[8];
+        bool any = midpoints_between<To>(a + all, a - all, differ), small = false;
         memset(uncertified + j, 0, (size_t)some);
-        if (some == 8) store(out + j, a + broadcast<8>(0.0));
-        else store(out + j, a + broadcast<8>(0.0), some);
-        if (__builtin_expect(!any(differ), 1)) continue;
-        int64_t each[8];
-        bool small = false;
-        write(each, differ);
-        for (Index k = 0; k < some; k++) uncertified[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
+        store(out + j, a + broadcast<8>(0.0), some);
+        if (__builtin_expect(!any, 1)) return;
+        for (Index k = 0; k < some; k++) uncertified[j + k] = differ[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
         // Subnormal numbers have fewer digits: compare what their bounds round to.
         if (small) round_pairs(out + j, of.high + j, of.low + j, of.error + j, 1.0, some, uncertified + j);
         for (Index k = j; k < j + some; k++)
             if (uncertified[k] && magnitude(of.high[k]) < __builtin_inf()) left[found++] = k;
-    }
+    });
     auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
-    for (auto how : {shallow, deep}) {
-        if (which == 1 && how == deep) break;
-        for (Index k = 0; k < found; k += 8) {
-            Index some = found - k < 8 ? found - k : 8;
-            round_closely(how(c, which, first, left + k, some), which, left + k, some, out, uncertified);
-        }
-        Index still = 0;
-        for (Index k = 0; k < found; k++)
-            if (uncertified[left[k]]) left[still++] = left[k];
-        found = still;
-    }
+    found = round_closely(shallow, c, which, first, left, found, out, uncertified);
+    if (which == 0) round_closely(deep, c, which, first, left, found, out, uncertified);
 }
 
 // Writes partial sums, to be merged with others.

@@ -28,9 +28,9 @@ constexpr Index LEAST_AHEAD = 1 << 14;
 
 // Converts n elements, each rounded once. Prefetches what follows, mostly the next row: twice as fast beyond the caches.
 template <class From, class To> NOINLINE void convert(const From* from, To* to, Index n) {
-    Index j = 0;
-    for (; j + L <= n; j += L) prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j));
-    if (j < n) store(to + j, load<L>(from + j, n - j), n - j);
+    each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+        __builtin_prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j, some), some);
+    });
 }
 
 template <class T> NOINLINE void convert_row(Type type, const char* from, T* to, Index n) {
@@ -40,15 +40,10 @@ template <class T> NOINLINE void convert_row(Type type, const char* from, T* to,
     });
 }
 
-template <class T> NOINLINE const T* row_lifted(Type type, const char* at, Index n, double* room) {
-    convert_row(type, at, (T*)room, n);
-    return (const T*)room;
-}
-
 // Row i as elements of T: where it lies, or lifted to `room`.
 template <class T> INLINE const T* row_as(const Call& c, const Rows& a, Index i, double* room) {
     const char* at = row_of(a, i);
-    return __builtin_expect(a.type == TYPE<T>, 1) ? (const T*)at : row_lifted<T>(a.type, at, c.n, room);
+    return __builtin_expect(a.type == TYPE<T>, 1) ? (const T*)at : (convert_row(a.type, at, (T*)room, c.n), (const T*)room);
 }
 
 // ---- from pairs to a narrower type ----
@@ -73,61 +68,48 @@ namespace pairs {
 NOINLINE inline Pair<double> range_of(const double* dy, Index n) {
     using I = Register<int64_t, WIDEST>;
     I least = I{} + INT64_MAX, most = {};
-    auto see = [&](N d) INLINE_LAMBDA {
-        for (int i = 0; i < N::REGISTERS_OF; i++) {
-            // The sizes of finite numbers order like their bits.
-            I size = (I)d.v[i] & INT64_MAX, some = size == 0 ? I{} + INT64_MAX : size;
-            least = some < least ? some : least, most = size > most ? size : most;
+    each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+        // The sizes of finite numbers order like their bits.
+        N sizes = magnitude(load<P>(dy + j, some));
+        for (auto& each : sizes.v) {
+            I size = (I)each, other = size == 0 ? I{} + INT64_MAX : size;
+            least = other < least ? other : least, most = size > most ? size : most;
         }
-    };
-    Index j = 0;
-    for (; j + P <= n; j += P) see(load<P>(dy + j));
-    if (j < n) see(load<P>(dy + j, n - j));
+    });
     int64_t low = INT64_MAX, high = 0;
     for (int k = 0; k < WIDEST; k++) low = least[k] < low ? least[k] : low, high = most[k] > high ? most[k] : high;
-    double found[2];
-    int64_t bits[2] = {low, high};
-    memcpy(found, bits, sizeof found);
-    return {found[0], found[1]};
+    return {read<double>(&low), read<double>(&high)};
 }
 
-// A row of results as pairs; each errs by at most a bound times its size.
-struct Results {
-    double *high, *low, *size;
-};
-
-// Sinks of results: rounded to float64 at once; kept as pairs; or rounded to float64 with Ziv's rounding test, where each
-// errs by at most `bound` times its size.
+// Sinks of results, each of which errs by at most a bound times its size: rounded to float64 at once; kept as pairs; or rounded
+// to float64 with Ziv's rounding test.
 struct ToFloat64 {
     static constexpr bool STAGED = false;
     double* at;
     INLINE void operator()(Index j, Index some, Pairs v, N) {
-        if (some == P) store(at + j, v.high + v.low);
-        else store(at + j, v.high + v.low, some);
+        store(at + j, v.high + v.low, some);
     }
 };
 struct ToPairs {
     static constexpr bool STAGED = true;
-    Results to;
+    double *high, *low, *sizes;
     INLINE void operator()(Index j, Index, Pairs v, N size) {
-        store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
+        store(high + j, v.high), store(low + j, v.low), store(sizes + j, size);
     }
 };
 struct ToCertain {
     static constexpr bool STAGED = true;
     double* at;
     double bound;
-    Words<P, WIDEST> uncertified = {};
+    Register<int64_t, WIDEST> uncertified = {};
     INLINE void operator()(Index j, Index some, Pairs v, N size) {
         // The first term covers the rounding of the low part and of its sum with the bound.
         N error = fma(broadcast<P>(0x1p-52), magnitude(v.low), broadcast<P>(bound) * size);
         N most = v.high + (v.low + error), least = v.high + (v.low - error);
         if (some < P) most = first(most, some), least = first(least, some);
-        Words<P, WIDEST> a = bits_of(most), b = bits_of(least);
-        for (int i = 0; i < N::REGISTERS_OF; i++) uncertified.v[i] |= a.v[i] ^ b.v[i];
+        uncertified |= differences(most, least);
         // Zero gets the sign of plus.
-        if (some == P) store(at + j, most + broadcast<P>(0.0));
-        else store(at + j, most + broadcast<P>(0.0), some);
+        store(at + j, most + broadcast<P>(0.0), some);
     }
 };
 
@@ -147,7 +129,8 @@ NOINLINE bool round_pairs(T* out, const double* high, const double* low, const d
         if constexpr (sizeof(T) == 8) return sum.high + broadcast<8>(0.0);
         else return odd_sum(sum.high, sum.low) + broadcast<8>(0.0);
     };
-    auto round = [&](Index j, auto some) INLINE_LAMBDA {
+    // With `some` a constant, memcmp and memcpy are no calls.
+    each_columns<8>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
         N a = load<8>(high + j), b = load<8>(low + j);
         T upper[8], lower[8];
         bool differ = false;
@@ -162,11 +145,7 @@ NOINLINE bool round_pairs(T* out, const double* high, const double* low, const d
         if (each) memset(each + j, 0, (size_t)some);
         for (Index k = 0; each && differ && k < some; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
         memcpy(out + j, upper, sizeof(T) * (size_t)some);
-    };
-    Index j = 0;
-    // With a constant length, memcmp and memcpy are no calls.
-    for (; j + 8 <= n; j += 8) round(j, std::integral_constant<Index, 8>());
-    if (j < n) round(j, n - j);
+    });
     return uncertified;
 }
 
@@ -179,13 +158,13 @@ NOINLINE inline void add_row(const double* plus, double* high, double* low, Inde
     }
 }
 
-constexpr auto plain_sum = [](pairs::N a, pairs::N b) INLINE_LAMBDA { return a + b; };
-
-// Writes add(a, b), rounded to T; a and b are rows.
-template <class A, class B, class T, class Add> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n, Add add) {
-    Index j = 0;
-    for (; j + 8 <= n; j += 8) store(to + j, add(load<8>(a + j), load<8>(b + j)));
-    if (j < n) store(to + j, add(load<8>(a + j, n - j), load<8>(b + j, n - j)), n - j);
+// Writes the sums of two rows, each rounded once. ODD: by way of float64; else a + b holds them, or may be rounded twice.
+template <bool ODD = false, class A, class B, class T> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n) {
+    each_columns<8>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+        pairs::N one = load<8>(a + j, some), other = load<8>(b + j, some);
+        Pair<pairs::N> sum = two_sum(one, other);
+        store(to + j, ODD ? odd_sum(sum.high, sum.low) : one + other, some);
+    });
 }
 
 // Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes row i; returns whether one is
@@ -198,8 +177,8 @@ NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, double b
         T* to = (T*)row_of(c.y, i);
         if (c.in_pairs) return round_pairs(to, own.high, own.low, c.nearest ? own.size : nullptr, bound, c.n);
         if (!adds) convert(own.high, to, c.n);
-        else if (c.plus.type == c.y.type) store_sums(own.high, (const T*)row_of(c.plus, i), to, c.n, plain_sum);
-        else store_sums(own.high, row_as<double>(c, c.plus, i, own.addend), to, c.n, plain_sum);
+        else if (c.plus.type == c.y.type) store_sums(own.high, (const T*)row_of(c.plus, i), to, c.n);
+        else store_sums(own.high, row_as<double>(c, c.plus, i, own.addend), to, c.n);
         return false;
     });
 }
@@ -210,13 +189,9 @@ NOINLINE inline void add_residual(const Call& c, const Own& own, Index i) {
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         T* to = (T*)row_of(c.x, i);
-        auto odd = [](pairs::N one, pairs::N other) INLINE_LAMBDA {
-            Pair<pairs::N> sum = two_sum(one, other);
-            return odd_sum(sum.high, sum.low);
-        };
         // The sum of two T of p digits may be rounded twice: float64 has 2 p + 2 (Figueroa, SIGNUM 30, 3 (1995) 21).
-        if (fits) store_sums((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n, plain_sum);
-        else store_sums(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n, odd);
+        if (fits) store_sums((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n);
+        else store_sums<true>(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n);
     });
 }
 

@@ -1,6 +1,7 @@
 // Deals a call out to threads. The shape and dtypes alone decide the tiles: no bit depends on threads.
 #include "jobs.h"
 
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 
@@ -38,15 +39,10 @@ constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
 constexpr Index LEAST_SAMPLE = 1 << 15;
 
-Index least(Index a, Index b) { return a < b ? a : b; }
-Index most(Index a, Index b) { return a > b ? a : b; }
-
 Index forward_rows(Index rows, Index n) {
-    Index elements = least(most(rows * n / FEW, LEAST_FORWARD_TILE), FORWARD_TILE);
-    return most(elements / n / GROUP, 1) * GROUP;
+    Index elements = std::min(std::max(rows * n / FEW, LEAST_FORWARD_TILE), FORWARD_TILE);
+    return std::max<Index>(elements / n / GROUP, 1) * GROUP;
 }
-
-bool any_unsummed(const Call& c) { return c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
 
 template <class T> void further(T*& p, Index bytes) {
     if (p) p = (T*)((char*)p + bytes);
@@ -64,26 +60,27 @@ Call sample_of(const Call& all, Index sample, double* room) {
         further(c.partial[k], sample * 6 * c.n * 8);
     }
     Arena own{room, 0};
-    if (room) c.lay_out_parameters(own), c.lay_out_sums(own);
+    if (room) c.lay_out_parameters(own), c.lay_out_sums(own), c.own += own.used;
     return c;
 }
 
 Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
 
-void finish_part(const Call& c, Index part) {
-    Index which = part % 2, start = part / 2 * COLUMNS;
-    if (c.sums_out[which]) kernels->finish(c, (int)which, start, least(start + COLUMNS, c.n), any_unsummed(c));
-}
-
 void tile_work(void* data, Index number, int thread) { kernels->do_tile(*(const Call*)data, number, thread); }
-void finish_work(void* data, Index part, int) { finish_part(*(const Call*)data, part); }
+
+void finish_work(void* data, Index part, int) {
+    const Call& c = *(const Call*)data;
+    Index which = part % 2, start = part / 2 * COLUMNS;
+    bool unsummed = c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows);
+    if (c.sums_out[which]) kernels->finish(c, (int)which, start, std::min(start + COLUMNS, c.n), unsummed);
+}
 
 // A sample of one tile, from its parameters to its sums.
 void sample_work(void* data, Index sample, int thread) {
     const Call& all = *(const Call*)data;
-    Call c = sample_of(all, sample, all.own + all.own_size * thread + all.own_parameters);
+    Call c = sample_of(all, sample, all.own + all.own_size * thread);
     kernels->prepare(c), kernels->do_tile(c, 0, thread);
-    for (Index part = 0, parts = finish_parts(c); part < parts; part++) finish_part(c, part);
+    for (Index part = 0, parts = finish_parts(c); part < parts; part++) finish_work(&c, part, thread);
 }
 
 // Whether threads share out samples, and not the tiles of one sample after the other.
@@ -93,9 +90,8 @@ bool by_samples(const Call& c) { return c.samples > 1 && c.tiles == 1; }
 bool take_scratch(Call& c, int threads, double*& memory) {
     Arena shared, own;
     c.lay_out_parameters(shared), c.lay_out_sums(shared);
-    (void)Own(c, own);
-    c.own_parameters = own.used;
     if (by_samples(c)) c.lay_out_parameters(own), c.lay_out_sums(own);
+    (void)Own(c, own);
     memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
     if (!memory) return false;
     Arena real{memory, 0};
@@ -104,20 +100,19 @@ bool take_scratch(Call& c, int threads, double*& memory) {
     return true;
 }
 
-// Does one sample, or all if each is of one tile.
-void run_tiles(Call& c, int threads) {
-    Index cost = c.rows * c.n * (c.in_pairs ? COST : 1);
-    if (by_samples(c)) return pool::run(c.samples, threads, c.samples * cost >= WORTH_WAKING || pool::is_in_use(), sample_work, &c);
-    pool::run(c.tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &c);
-    pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
-}
-
-// Whether kernels can do all samples: gamma and beta may be out of range, with pairs or of float64.
-bool can_prepare(const Call& c) {
-    if (c.samples > 1 && !c.pairs() && c.gamma_type != F64 && c.beta_type != F64) return true;
-    if (c.samples == 1) return kernels->prepare(c);
-    for (Index i = 0; i < c.samples; i++)
+// Does all samples; false, and nothing is written, if gamma or beta of one is out of range, with pairs or of float64.
+bool run_samples(Call& c, int threads) {
+    bool may_decline = c.pairs() || c.gamma_type == F64 || c.beta_type == F64;
+    bool wake = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
+    for (Index i = 0; c.samples > 1 && may_decline && i < c.samples; i++)
         if (!kernels->prepare(sample_of(c, i, nullptr))) return false;
+    if (by_samples(c)) return pool::run(c.samples, threads, wake, sample_work, &c), true;
+    for (Index i = 0; i < c.samples; i++) {
+        Call one = sample_of(c, i, nullptr);
+        if (!kernels->prepare(one)) return false;
+        pool::run(c.tiles, threads, wake, tile_work, &one);
+        pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &one);
+    }
     return true;
 }
 
@@ -134,10 +129,10 @@ bool has_v4() {
 }  // namespace
 
 Index backward_rows(Index rows, Index n, bool nearest) {
-    Index limit = most(least(SUMS / n, MOST_TILES), FEWEST_TILES);
-    Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
-    Index tiles = least(most(most(rows * n / BACKWARD_TILE, few), 1), limit);
-    Index each = most((rows + tiles - 1) / tiles, 1);
+    Index limit = std::max(std::min(SUMS / n, MOST_TILES), FEWEST_TILES);
+    Index few = std::min(std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
+    Index tiles = std::min(std::max<Index>(std::max(rows * n / BACKWARD_TILE, few), 1), limit);
+    Index each = std::max<Index>((rows + tiles - 1) / tiles, 1);
     return (each + GROUP - 1) / GROUP * GROUP;
 }
 
@@ -167,15 +162,10 @@ void plan(Call& c) {
 
 State run(Call& c, int threads) {
     double* scratch;
-    threads = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)least(threads, pool::MOST);
+    threads = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)std::min<Index>(threads, pool::MOST);
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     pool::DefaultControl control;
-    State state = can_prepare(c) ? DONE : DECLINED;
-    if (state == DONE && (c.samples == 1 || by_samples(c))) run_tiles(c, threads);
-    for (Index i = 0; state == DONE && c.samples > 1 && !by_samples(c) && i < c.samples; i++) {
-        Call one = sample_of(c, i, nullptr);
-        kernels->prepare(one), run_tiles(one, threads);
-    }
+    State state = run_samples(c, threads) ? DONE : DECLINED;
     memory::give(scratch);
     return state;
 }

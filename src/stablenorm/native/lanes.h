@@ -46,10 +46,12 @@ template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
 
 // ---- bits ----
 
-template <int L, int W> struct Words {
-    Register<int64_t, W> v[L / W];
-};
-template <int L, int W> INLINE Words<L, W> bits_of(Lanes<L, W> a) { return read<Words<L, W>>(&a); }
+// One register with every bit in which a lane of a and that of b differ.
+template <int L, int W> INLINE Register<int64_t, W> differences(Lanes<L, W> a, Lanes<L, W> b) {
+    Register<int64_t, W> all = {};
+    EACH all |= (Register<int64_t, W>)a.v[i] ^ (Register<int64_t, W>)b.v[i];
+    return all;
+}
 template <int L, int W> INLINE Lanes<L, W> magnitude(Lanes<L, W> a) {
     EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] & INT64_MAX);
     return a;
@@ -73,12 +75,6 @@ template <int L, int W> INLINE Lanes<L, W> first(Lanes<L, W> a, Index m) {
     for (int k = 0; k < W; k++) place[k] = k;
     EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] & (place + i * W < m));
     return a;
-}
-
-template <int L, int W> INLINE bool any(Words<L, W> a) {
-    Register<int64_t, W> all = a.v[0];
-    for (int i = 1; i < L / W; i++) all |= a.v[i];
-    return any_of<W>(all, -1);
 }
 
 // Sums lanes by halves: lane i and lane i + 8, then i + 4, and so on.
@@ -169,16 +165,30 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
     }
 }
 
-// Loads and stores the last m columns of a row through a copy: nothing behind the row is read or written.
+// Loads and stores m columns of a row, a constant L or the last ones: through a copy, so that nothing behind the row is read or
+// written.
 template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
+    if (__builtin_constant_p(m) && m == L) return load<L, W>(p);
     T copy[L] = {};
     memcpy(copy, p, (size_t)m * sizeof(T));
     return load<L, W>(copy);
 }
 template <int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a, Index m) {
+    if (__builtin_constant_p(m) && m == L) return store(p, a);
     T copy[L];
     store(copy, a);
     memcpy(p, copy, (size_t)m * sizeof(T));
 }
+
+// Calls f(j, some) for the columns from start to stop, L at a time; `some` is L, a constant once f is inlined, or what is left.
+template <int L, class F> INLINE void each_columns(Index start, Index stop, F f) {
+    Index j = start;
+// Unrolling makes GCC 12 keep the sums of `measure` in memory where there are 16 registers: 0.17 ns for 0.09.
+#pragma GCC unroll 1
+    for (; j + L <= stop; j += L) f(j, (Index)L);
+    if (j < stop) f(j, stop - j);
+}
+
+INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
 }  // namespace

@@ -23,7 +23,7 @@ struct of_cache {
 struct of_statistics {
     enum { mean, mean_lo, rstd, rstd_lo, mean_tail, spread, exponent, fields };
 };
-constexpr Index WORDS = of_statistics::exponent;  // float64 vectors
+constexpr size_t WORDS = of_statistics::exponent;  // float64 vectors
 
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != GIVEN) return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", GIVEN, count);
@@ -102,21 +102,16 @@ bool see_x(PyObject* object, PyObject* samples, Call& c) {
 
 // Sees another array of the shape of x; None leaves `rows` empty.
 bool see_like_x(PyObject* object, PyObject* x, Rows& rows) {
-    return !is_given(object) || (see_rows(object, rows) && have_one_shape((PyArrayObject*)object, (PyArrayObject*)x));
+    return !is_given(object) || (see_rows(object, rows) && PyArray_SAMESHAPE((PyArrayObject*)object, (PyArrayObject*)x));
 }
 
-// The float64 vectors of the statistics that a call has.
-struct Words {
-    double** places[WORDS] = {};
-    explicit Words(Call& c) {
-        using of = of_statistics;
-        if (!c.rms) places[of::mean] = &c.mean, places[of::mean_lo] = &c.rest;
-        places[of::rstd] = &c.rstd;
-        if (c.x.type == F64) places[of::rstd_lo] = &c.rstd_low;
-        if (c.x.type == F64 && !c.rms) places[of::mean_tail] = &c.tail;
-        if (c.nearest) places[of::spread] = &c.spread;
-    }
-};
+// The float64 vectors of the statistics that a call has, in the order of `of_statistics`; null for others.
+using Words = std::array<double**, WORDS>;
+Words words_of(Call& c) {
+    bool layer = !c.rms, wide = c.x.type == F64;
+    return {layer ? &c.mean : nullptr, layer ? &c.rest : nullptr, &c.rstd, wide ? &c.rstd_low : nullptr,
+            layer && wide ? &c.tail : nullptr, c.nearest ? &c.spread : nullptr};
+}
 
 // Runs a call; true if all is done but marked rows and uncertified columns, false if nothing is.
 bool run(Call& c, PyObject* threads) {
@@ -139,10 +134,10 @@ bool run(Call& c, PyObject* threads) {
 
 // ---- forward ----
 
-PyObject* new_statistics(const Call& c, Words& words) {
+PyObject* new_statistics(const Call& c, const Words& words) {
     PyObject* kept = PyTuple_New(of_statistics::fields);
     for (int i = 0; kept && i < of_statistics::fields; i++) {
-        double** place = i < WORDS ? words.places[i] : nullptr;
+        double** place = (size_t)i < WORDS ? words[(size_t)i] : nullptr;
         PyObject* word = place ? new_vector(c.samples * c.rows, NPY_DOUBLE, *place) : Py_NewRef(Py_None);
         if (!word || PyTuple_SetItem(kept, i, word) < 0) return Py_DECREF(kept), nullptr;
     }
@@ -157,9 +152,9 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Call c;
     bool is_more = count == ALL, keep = args[KEEP] == Py_True, is_last = PyLong_CheckExact(args[AXIS]) && PyLong_AsLong(args[AXIS]) == -1;
     if (!jobs::kernels || !is_last || is_given(args[WHERE]) || !see_x(args[X], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
-    if (!see_norm(args[OF_NORM], c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
-    PyArrayObject* x = (PyArrayObject*)args[X];
     PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None, *norm = args[OF_NORM];
+    if (!see_norm(norm, c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
+    PyArrayObject* x = (PyArrayObject*)args[X];
     if (is_given(out) && !is_more) {
         // y may overwrite x if nothing reads x again.
         bool is_over = out == args[X] && !c.nearest && (!keep || c.plus.data);
@@ -174,8 +169,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.plus.data) c.source = c.x, see_rows(total, c.x);
     see_rows(y, c.y), c.in_pairs = c.x.type == F64;
     PyObject* marks = c.pairs() ? own(new_vector(c.samples * c.rows, NPY_UINT8, c.marks)) : y;
-    Words words(c);
-    PyObject* kept = keep ? own(new_statistics(c, words)) : Py_None;
+    PyObject* kept = keep ? own(new_statistics(c, words_of(c))) : Py_None;
     if (!marks || !kept) return nullptr;
     jobs::plan(c);
     if (!run(c, args[THREADS])) return declined();
@@ -183,16 +177,14 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* source = c.plus.data ? total : args[X];
     if (kept && has_any(c.marks, c.samples * c.rows)) {
         pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, args[OF_NORM], kept, marks, c.samples);
+        PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, norm, kept, marks, c.samples);
         if (!own(done)) return nullptr;
     }
     if (!kept) return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
-    PyObject *values[] = {source, args[OF_NORM], own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), kept, own(PyUnicode_FromString("native")), Py_None};
-    PyObject* cache = own(PyTuple_New(of_cache::fields));
-    for (int i = 0; cache && i < of_cache::fields; i++)
-        if (!values[i] || PyTuple_SetItem(cache, i, Py_NewRef(values[i])) < 0) return nullptr;
-    cache = cache ? own(as_named(CACHE, Py_NewRef(cache))) : nullptr;
+    PyObject *axes = own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), *backend = own(PyUnicode_FromString("native"));
+    if (!axes || !backend) return nullptr;
+    PyObject* cache = own(as_named(CACHE, PyTuple_Pack(of_cache::fields, source, norm, axes, kept, backend, Py_None)));
     return cache ? PyTuple_Pack(2, y, cache) : nullptr;
 }
 
@@ -205,27 +197,15 @@ bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
     if (!see_x(x, samples, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
     bool is_last = PyTuple_Size(axes) == 1 && PyLong_AsLong(field(axes, 0)) == PyArray_NDIM((PyArrayObject*)x) - 1;
     Index rows = c.samples * c.rows;
-    Words words(c);
-    for (int i = 0; is_last && i < WORDS; i++) {
-        PyArrayObject* word = (PyArrayObject*)field(kept, i);
-        if (!words.places[i]) continue;
+    Words words = words_of(c);
+    for (size_t i = 0; is_last && i < WORDS; i++) {
+        PyArrayObject* word = (PyArrayObject*)field(kept, (Py_ssize_t)i);
+        if (!words[i]) continue;
         bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
         if (!usable || PyArray_SIZE(word) != rows) return false;
-        *words.places[i] = (double*)PyArray_DATA(word);
+        *words[i] = (double*)PyArray_DATA(word);
     }
     return is_last;
-}
-
-// Marks the rows that the forward found out of range: they have no rstd_lo.
-void mark_rows(const Call& c) {
-    for (Index i = 0, rows = c.samples * c.rows; i < rows; i++)
-        c.marks[i] = c.rstd_low && c.rstd_low[i] != c.rstd_low[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
-}
-
-// Whether an array can take sums over rows, one behind the other.
-bool see_sums(PyObject* object, char*& data, Type& type) {
-    PyArrayObject* a = (PyArrayObject*)object;
-    return is_of_floats(object, type) && PyArray_IS_C_CONTIGUOUS(a) && (data = PyArray_BYTES(a));
 }
 
 // Sees which of x, gamma and beta a tuple names; false if it has anything else.
@@ -275,17 +255,25 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
     PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache::statistics);
-    if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
-    if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
     c.y.type = c.x.type;
     if (is_given(results[0]) && !see_room(results[0], c.y)) return declined();
-    for (int i = 0; i < 2; i++)
-        if (is_given(results[1 + i]) && !see_sums(results[1 + i], c.sums_out[i], c.sums_type[i])) return declined();
-    if (c.pairs() && c.summing()) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
-    if (!marks || !uncertified || !partial) return nullptr;
-    if (c.partial[0]) c.partial[1] = c.partial[0] + 3 * c.n;
-    if (c.pairs()) memset(c.uncertified[0], 0, (size_t)columns), c.uncertified[1] = c.uncertified[0] + c.n;
-    if (c.pairs()) mark_rows(c);
+    for (int i = 0; i < 2; i++) {
+        // Sums over rows are one behind the other.
+        PyArrayObject* sums = (PyArrayObject*)results[1 + i];
+        if (!is_given(results[1 + i])) continue;
+        if (!is_of_floats(results[1 + i], c.sums_type[i]) || !PyArray_IS_C_CONTIGUOUS(sums)) return declined();
+        c.sums_out[i] = PyArray_BYTES(sums);
+    }
+    if (c.pairs()) {
+        marks = own(new_vector(rows, NPY_UINT8, c.marks)), uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
+        if (c.summing()) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
+        if (!marks || !uncertified || !partial) return nullptr;
+        memset(c.uncertified[0], 0, (size_t)columns), c.uncertified[1] = c.uncertified[0] + c.n;
+        if (c.summing()) c.partial[1] = c.partial[0] + 3 * c.n;
+        // Rows that the forward found out of range have no rstd_lo.
+        for (Index i = 0; i < rows; i++)
+            c.marks[i] = c.rstd_low && c.rstd_low[i] != c.rstd_low[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
+    }
     jobs::plan(c);
     if (!run(c, args[THREADS])) return declined();
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
@@ -297,10 +285,10 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return gradients ? Py_NewRef(gradients) : nullptr;
 }
 
-PyObject* tile_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "rows, n and nearest are needed, got %zd objects", count);
-    Index rows = PyLong_AsSsize_t(args[0]), n = PyLong_AsSsize_t(args[1]);
-    return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(jobs::backward_rows(rows, n, args[2] == Py_True));
+PyObject* tile_rows(PyObject*, PyObject* args) {
+    Index rows, n;
+    int nearest;
+    return PyArg_ParseTuple(args, "nnp", &rows, &n, &nearest) ? PyLong_FromSsize_t(jobs::backward_rows(rows, n, nearest)) : nullptr;
 }
 
 // ---- which kernels ----
@@ -338,7 +326,7 @@ template <class F> PyCFunction as_method(F f) { return (PyCFunction)(void (*)())
 PyMethodDef methods[] = {
     {"forward", as_method(forward), METH_FASTCALL, "Return y and the cache, or None if the call is not for these kernels."},
     {"backward", as_method(backward), METH_FASTCALL, "Return the gradients, or None if the call is not for these kernels."},
-    {"tile_rows", as_method(tile_rows), METH_FASTCALL, "Count the rows of a tile of a backward."},
+    {"tile_rows", tile_rows, METH_VARARGS, "Count the rows of a tile of a backward."},
     {"prepare", as_method(prepare), METH_FASTCALL, "Take what the calls need of Python, once."},
     {"instructions", instructions, METH_NOARGS, "Name the instruction sets that this processor has kernels for."},
     {"use", use, METH_O, "Use the kernels of an instruction set."},

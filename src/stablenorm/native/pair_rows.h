@@ -76,7 +76,8 @@ INLINE Pairs total(const double (*lanes)[WIDEST][GROUP]) {
 template <bool LAYER, bool SHIFT, class T> NOINLINE void measure(const T* x, Index n, double guess, Sums& sums, int r) {
     N k = broadcast<P>(-guess);
     Pairs sum = {}, squares = {};
-    auto add = [&](N v, Index some) INLINE_LAMBDA {
+    auto add = [&](Index j, Index some) INLINE_LAMBDA {
+        N v = load<P>(x + j, some);
         if constexpr (SHIFT) {
             Pairs c = two_sum(v, k);
             if (some < P) c = {first(c.high, some), first(c.low, some)};
@@ -88,18 +89,11 @@ template <bool LAYER, bool SHIFT, class T> NOINLINE void measure(const T* x, Ind
             else squares = squares + two_product(v, v);
         }
     };
-    for (Index j = 0; j < n;) {
-        Index stop = n - j < DEPTH * P ? n : j + DEPTH * P;
-        for (; j + P <= stop; j += P) add(load<P>(x + j), P);
-        if (j < stop) add(load<P>(x + j, stop - j), stop - j), j = stop;
+    for (Index start = 0; start < n; start += DEPTH * P) {
+        each_columns<P>(start, at_most(start + DEPTH * P, n), add);
         sum = settled(sum), squares = settled(squares);
     }
     put(sum, sums.plain, r), put(squares, sums.product, r);
-}
-
-template <bool LAYER, class T> INLINE void measure(const T* x, Index n, double guess, Sums& sums, int r) {
-    if (LAYER && guess != 0) measure<LAYER, LAYER>(x, n, guess, sums, r);
-    else measure<LAYER, false>(x, n, 0, sums, r);
 }
 
 template <class T> INLINE double guess_of(const T* x, Index n) {
@@ -134,11 +128,12 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     Sums sums;
     double k[GROUP] = {};
     if (rows < GROUP) memset(&sums, 0, sizeof sums);
-    for (int r = 0; r < rows; r++) k[r] = LAYER ? pairs::guess_of(x[r], n) : 0, measure<LAYER>(x[r], n, k[r], sums, r);
+    auto measure_row = [&](int r) { (LAYER && k[r] != 0 ? measure<LAYER, LAYER, T> : measure<LAYER, false, T>)(x[r], n, k[r], sums, r); };
+    for (int r = 0; r < rows; r++) k[r] = LAYER ? pairs::guess_of(x[r], n) : 0, measure_row(r);
     settle(k, sums, n, eps, of);
     bool again = false;
     for (int r = 0; LAYER && r < rows; r++)
-        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure<LAYER>(x[r], n, k[r], sums, r), again = true;
+        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure_row(r), again = true;
     if (again) settle(k, sums, n, eps, of);  // the others come out as before
 }
 
@@ -191,16 +186,13 @@ NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, 
     Row row = {broadcast<P>(-of.mean[r]), broadcast<P>(-of.rest[r]), broadcast<P>(-of.tail[r]),
                {broadcast<P>(of.rstd[r]), broadcast<P>(of.rstd_low[r])}};
     N spread_of = broadcast<P>(of.spread[r]);
-    auto value = [&](N v, Index j, Index some) INLINE_LAMBDA {
+    each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+        N v = load<P>(x + j, some), u = load<P>(given.gamma + j);
         Pairs h = xhat_of<LAYER, NEAR>(v, row);
-        N u = load<P>(given.gamma + j);
         Pairs scaled = h * u;
         if (STAGED) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
         out(j, some, scaled + load<P>(given.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)) : u);
-    };
-    Index j = 0;
-    for (; j + P <= n; j += P) value(load<P>(x + j), j, P);
-    if (j < n) value(load<P>(x + j, n - j), j, n - j);
+    });
     return out;
 }
 
@@ -256,7 +248,8 @@ NOINLINE void pull(Back& of, Index n, const Parameters& given, Sums& along, int 
     double* __restrict sums = over.at;
     Index apart = over.apart;
     const double *dy = of.dy, *x = of.x;
-    auto add = [&](N d, N v, Index j, Index some) INLINE_LAMBDA {
+    auto add = [&](Index j, Index some) INLINE_LAMBDA {
+        N d = load<P>(dy + j, some), v = load<P>(x + j, some);
         Pairs xhat = xhat_of<LAYER>(v, row), g = g_of<STAGED>(d, j, given);
         store_pair(h + j, apart, xhat);
         if (SHIFT) g = g + m;
@@ -273,10 +266,8 @@ NOINLINE void pull(Back& of, Index n, const Parameters& given, Sums& along, int 
             store(of_dgamma, load<P>(of_dgamma) + magnitude(d) * part), store(of_dbeta, load<P>(of_dbeta) + magnitude(d));
         }
     };
-    for (Index j = 0; j < n;) {
-        Index stop = n - j < DEPTH * P ? n : j + DEPTH * P;
-        for (; j + P <= stop; j += P) add(load<P>(dy + j), load<P>(x + j), j, P);
-        if (j < stop) add(load<P>(dy + j, stop - j), load<P>(x + j, stop - j), j, stop - j), j = stop;
+    for (Index start = 0; start < n; start += DEPTH * P) {
+        each_columns<P>(start, at_most(start + DEPTH * P, n), add);
         a = settled(a), b = settled(b);
     }
     put(a, along.plain, r), put(b, along.product, r);
@@ -314,17 +305,15 @@ NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& given,
     Pairs rstd = broadcast_pair(of.rstd);
     N size = broadcast<P>(of.size);
     const double *dy = of.dy, *x = of.x;
-    auto value = [&](N d, Index j, Index some) INLINE_LAMBDA {
+    each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+        N d = load<P>(dy + j, some);
         Pairs g = g_of<STAGED>(d, j, given), xhat = load_pair(h + j, apart);
         if (SHIFT) g = g + m;
         N part = magnitude(g.high);
         if (LAYER) g = g + plain;
-        N v = LAYER || !STAGED ? d : some == P ? load<P>(x + j) : load<P>(x + j, some);
+        N v = LAYER || !STAGED ? d : load<P>(x + j, some);
         out(j, some, (g + xhat * slope) * rstd, STAGED ? part + (shared<LAYER>(broadcast<P>(1.0), v) + magnitude(xhat.high)) * size : d);
-    };
-    Index j = 0;
-    for (; j + P <= n; j += P) value(load<P>(dy + j), j, P);
-    if (j < n) value(load<P>(dy + j, n - j), j, n - j);
+    });
     return out;
 }
 

@@ -8,7 +8,6 @@ namespace {
 namespace pairs {
 
 Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
-Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
 
 // True if a row has a NaN or an infinity, which spoils all of it.
 bool is_spoiled(const double* x, Index n) { return !(range_of(x, n).low < __builtin_inf()); }
@@ -61,15 +60,9 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
 // Writes a row of results, rounded; true if an element is uncertified.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
     if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
-    if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified)) return false;
-    write(ToPairs{results_of(own)});
+    if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any_of<WIDEST>(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified, -1)) return false;
+    write(ToPairs{own.high, own.low, own.size});
     return finish_row(c, own, i, bound);
-}
-
-// Adds the range of |dy| of a row to that of a tile: the largest, and the reciprocal of the last bit of the smallest.
-INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
-    if (range.low == 0) return;
-    of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
 }
 
 // Loads a row and its statistics; false, with a mark, if it is out of range. Rows with NaN are done like others.
@@ -92,7 +85,8 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
         of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
         of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
     }
-    if (of_tile) add_range(c, range, of_tile);
+    // The range of |dy| in a tile: the largest, and the reciprocal of the last bit of the smallest.
+    if (of_tile && range.low != 0) of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
     if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
     return c.marks[i] = 0, true;
 }

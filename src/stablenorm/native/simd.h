@@ -169,14 +169,6 @@ template <> struct Vector<2> {
     }
 };
 
-// Adds to `all` the bits in which a and b differ.
-template <int W> INLINE Register<int64_t, W> with_differences(Register<int64_t, W> all, Register<int64_t, W> a, Register<int64_t, W> b) {
-#if defined(__AVX512F__)
-    if constexpr (W == 8) return (Register<int64_t, W>)_mm512_ternarylogic_epi64((__m512i)all, (__m512i)a, (__m512i)b, 0xf6);
-#endif
-    return all | (a ^ b);
-}
-
 // Whether any has one of these bits.
 template <int W> INLINE bool any_of(Register<int64_t, W> a, int64_t bits) {
 #if defined(__AVX512F__)
@@ -208,7 +200,5 @@ template <class From> INLINE void stream(void* p, const From& v) {
 #else
 template <class From> INLINE void stream(void* p, const From& v) { write(p, v); }
 #endif
-
-INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace

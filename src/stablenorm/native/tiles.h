@@ -26,8 +26,6 @@ Tile tile_of(const Call& c, Index number) {
 // rows would drive one another out of the cache: n = 16384, 0.63 for 1. KEPT rows need more room.
 constexpr Index EARLY = 4096, EARLY_KEPT = 256;
 
-INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
-
 // Row i of x, where it lies or lifted to `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);
