@@ -5,8 +5,8 @@ Arrays are plain rows: those of the shape of x are (rows, n), with unit stride w
 are (n,). With `samples`, the rows are that many equal parts, each with its own gamma and beta, (samples, n). An array that is
 missing, or not wanted, is None.
 
-The operation of a backend takes the record. It may decline, by returning NotImplemented before it writes anything: then the
-reference does all of the call. Otherwise it does all of the call.
+The operation of a backend takes the record. It may decline, by returning NotImplemented before it writes anything: then
+`backends.run` takes samples apart, and the reference does a sample. Otherwise it does all of the call.
 """
 
 from typing import Any, NamedTuple
@@ -118,7 +118,9 @@ def change(call: Any, read: Any, written: Any, rows: slice | Array | None) -> An
 
 
 def sample(call: Any, i: int) -> Any:
-    """Return the call of one sample of a call of several; its arrays are views."""
+    """Return the call of one sample of a call; its arrays are views."""
+    if call.samples == 1:
+        return call
     count = len(call.x) // call.samples
     rows = slice(i * count, (i + 1) * count)
     return of_sample(change(call, lambda array: array[rows], lambda array: array[rows], rows), i)

@@ -25,7 +25,6 @@ from stablenorm.backends import choose
 from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks, operations
-from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
@@ -256,4 +255,4 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     operands = dy, _NOTHING, (uncertified, axes), *block
     again = of_blocks(renamed(parts, "again"), partial(_backward, NAMES[1 + i : 2 + i]), *operands)
     others = merged(renamed(parts, "exact"), part_of(again, 1 + i, "sum", object), like, axes)
-    return of_blocks(renamed(made, what), decided, (values, axes), others, dtype=like.dtype)
+    return of_blocks(renamed(made, what), sums.with_exact, (values, axes), others, dtype=like.dtype)

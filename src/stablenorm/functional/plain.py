@@ -14,8 +14,7 @@ from stablenorm.backends import implementation, run
 from stablenorm.call import READ, SUMS, WRITTEN, Backward, Forward, change, of_sample
 from stablenorm.functional.layout import Layout, Lead, is_plain, layout_of
 from stablenorm.reference.blocks import add
-from stablenorm.reference.exact import Root
-from stablenorm.reference.partial import ExactSum, as_partial, round_sum, rounded
+from stablenorm.reference.partial import ExactSum, as_partial, rounded, with_exact
 from stablenorm.types import Array, Shape, Statistics
 
 # Bytes of an array that are copied at a time, or the rows of one tile or sample if these are more: they fit a cache.
@@ -196,18 +195,9 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
     for name, result in results.items():
         result[...], uncertified = rounded(sums[name], result.dtype)
         exact[name] = np.zeros(result.shape, object)
-        exact[name][uncertified] = [
-            ExactSum.of_numbers(old[None]) if np.isfinite(old) else float(old)
-            for old in olds[name][uncertified]
-        ]
+        for place in zip(*uncertified.nonzero(), strict=True):
+            exact[name][place] = ExactSum.of_numbers(olds[name][place][None])
     if any(each.any() for each in exact.values()):
         _run_parts(backend, call._replace(dx=None, sums="exact", **exact), layout, parts)
     for name, result in results.items():
-        result[...] = decided(result, exact[name])
-
-
-def decided(values: Array, exact: Array) -> Array:
-    """Return the rounded sums, but those that have an exact sum over all rows, not 0, by that."""
-    result, uncertified, roots = values.copy(), exact != 0, dict[int, Root]()
-    result[uncertified] = [round_sum(each, values.dtype, roots) for each in exact[uncertified]]
-    return result
+        result[...] = with_exact(result, exact[name])

@@ -1,27 +1,27 @@
 """
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once; everything else copies them.
 
-Samples are taken apart here, and residuals added. `blocks` does the rest by `equations`, and `uncertified` does rows
+Residuals are added here. `blocks` does the rest by `equations`, and `uncertified` does rows
 that are out of range, and with rounding="nearest" all, with integers.
 """
 
+from typing import Any
+
 import numpy as np
 
-from stablenorm.call import Backward, Forward, change, sample
+from stablenorm.call import Backward, Forward, change
 from stablenorm.reference import blocks, uncertified
 from stablenorm.reference.blocks import SMALLEST, exceeds_range
 from stablenorm.reference.equations import project
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.reference.tangents import double_backward, jvp
-from stablenorm.types import Array, Statistics, joined
+from stablenorm.types import Array, Statistics
 
 __all__ = ["backward", "double_backward", "forward", "jvp", "project"]
 
 
 def forward(call: Forward) -> Statistics:
-    """Do a forward: write y, and return the statistics."""
-    if call.samples > 1:
-        return joined([forward(sample(call, i)) for i in range(call.samples)])
+    """Do a forward of one sample: write y, and return the statistics."""
     if call.residual is not None:
         blocks.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
@@ -36,40 +36,37 @@ def forward(call: Forward) -> Statistics:
 
 
 def backward(call: Backward) -> None:
-    """Do a backward: write the gradients that are wanted."""
-    if call.samples > 1:
-        for i in range(call.samples):
-            backward(sample(call, i))
-        return
+    """Do a backward of one sample: write the gradients that are wanted."""
     sums, n = (call.dgamma, call.dbeta), call.x.shape[1]
     if call.sums == "exact":
         for k, result in enumerate(sums):
             columns = np.flatnonzero(() if result is None else result != 0)
             for j, total in uncertified.exact_sums(call, k, columns):
-                result[j] = result[j] + total
+                result[j] += total
         return
-    if _needs_integers(call):
-        uncertified.finish_backward(call, np.arange(len(call.x)), np.ones((2, n), bool))
-        return
-    out = blocks.out_of_range(call)
-    if not out.any():
-        blocks.backward(call)
-        return
-    inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
-    some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
-    is_partial = call.sums == "pairs"
-    partial = [
-        each if each is None or is_partial else np.zeros(each.shape, PARTIAL) for each in sums
-    ]
-    blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
+    every, rows = _needs_integers(call), np.arange(len(call.x))
+    partial: Any = sums
+    if not every:
+        out = blocks.out_of_range(call)
+        if not out.any():
+            blocks.backward(call)
+            return
+        inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
+        some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
+        if call.sums == "rounded":
+            partial = [None if each is None else np.zeros(n, PARTIAL) for each in sums]
+        blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
+        if call.dx is not None:
+            call.dx[inside] = some.dx
+    unsummed = rows[:0] if every else rows
+    uncertified.finish_sums(call, np.full((2, n), every), unsummed, partial)
     if call.dx is not None:
-        call.dx[inside] = some.dx
-    uncertified.finish_backward(call, rows, None, rows, partial)
+        uncertified.write_dx(call, rows)
 
 
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
-    """Return the unit of rows in which a call may be cut into blocks: 1."""
-    return 1
+    """Return the unit of rows in which a call may be cut into blocks: all, since the order of the sums depends on them."""
+    return rows
 
 
 def _needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:

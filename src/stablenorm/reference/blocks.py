@@ -13,10 +13,10 @@ import numpy as np
 
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import equations
-from stablenorm.reference.doubledouble import Pair, two_sum
-from stablenorm.reference.equations import restore, rounded, row_mean
+from stablenorm.reference.doubledouble import Pair, round_to, sum_rows, two_sum
+from stablenorm.reference.equations import restore, row_mean
 from stablenorm.reference.partial import as_partial, merged
-from stablenorm.types import Array, Norm, Statistics
+from stablenorm.types import Array, Norm, Statistics, joined
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
 # a 1 to 2 MiB second-level cache. The fastest of 2**11 to 2**18 forward and backward together, by
@@ -40,23 +40,23 @@ def forward(call: Forward) -> Statistics:
     x, norm, y = call[:3]
     lift = lifter(x)
     scale, shift, eps = scale_of(norm, lift), parameter(norm.beta, lift), lift(np.float64(norm.eps))
-    kept = _new_statistics(len(x), norm.kind, x.dtype == np.float64)
+    kept: list[Statistics] = []
     with np.errstate(all="ignore"):
         for rows in blocks(x.shape):
             counted = Counted(call.where, rows, x.shape[1])
             wide, words, var = equations.forward(
                 lift(x[rows]), eps, scale, shift, norm.kind, counted.mean
             )
-            _keep(kept, rows, words)
+            kept.append(_statistics(*words))
             out = np.zeros(len(x[rows]), bool)
-            if kept.rstd_lo is not None:
+            if kept[-1].rstd_lo is not None:
                 out = _squares_leave_range(var, eps, x[rows], norm.kind, counted)
-                kept.rstd[rows][out], kept.rstd_lo[rows][out] = 0.0, np.nan
+                kept[-1].rstd[out], kept[-1].rstd_lo[out] = 0.0, np.nan
             if y is not None:
                 # y may be x itself, which integers need for rows out of range.
-                result = rounded(counted.only(wide), y.dtype)
+                result = round_to(counted.only(wide), y.dtype)
                 np.copyto(y[rows], result, where=~out[:, None])
-    return kept
+    return joined(kept)
 
 
 def backward(call: Backward) -> None:
@@ -82,15 +82,15 @@ def backward(call: Backward) -> None:
             if dx_rows is not None:
                 dx = equations.backward(cotangent, xhat, rstd, scale, norm.kind, counted.mean)
                 if call.drstd is not None:
-                    share = counted.share(lift(call.drstd[rows, None]))
+                    share = lift(call.drstd[rows, None]) / counted.count
                     # In this order a product overflows only where dx does: |xhat| / n < 1.
                     dx = dx - share * xhat * rstd * rstd
                 if call.dmean is not None:
-                    dx = dx + counted.share(lift(call.dmean[rows, None]))
+                    dx = dx + lift(call.dmean[rows, None]) / counted.count
                 dx = counted.only(dx)
                 if dsum is not None:
                     dx = dx + lift(dsum[rows])
-                dx_rows[rows] = rounded(dx, dx_rows.dtype)
+                dx_rows[rows] = round_to(dx, dx_rows.dtype)
         for total, result in ((sum_dgamma, dgamma), (sum_dbeta, dbeta)):
             if result is not None:
                 total.put(result, pairs=call.sums == "pairs")
@@ -107,7 +107,7 @@ def add(x: Array, residual: Array, total: Array) -> None:
         step = max(1, BLOCK * len(x) // max(x.size, 1))
         for rows in (slice(start, start + step) for start in range(0, len(x), step)):
             both = two_sum(x[rows].astype(np.float64), residual[rows].astype(np.float64))
-            total[rows] = Pair(*both).round_to(total.dtype)
+            total[rows] = round_to(Pair(*both), total.dtype)
 
 
 # ---- range: the rows and parameters whose products could leave that of float64 ----
@@ -171,20 +171,20 @@ def scale_of(norm: Norm, lift: Lift) -> Any:
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Return the slices of rows that are done together."""
+    """Return the slices of rows that are done together, at least one."""
     rows, n = shape
-    step = max(1, BLOCK // max(n, 1))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows if n else 0, step))
+    step = max(1, BLOCK // n)
+    return (slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step))
 
 
 class Counted:
     """The elements of some rows that count: all, or those for which `where` is True."""
 
     def __init__(self, where: Any, rows: slice, n: int) -> None:
-        self.where, self._count = None, n
+        self.where, self.count = None, n
         if where is not None:
             self.where = where[rows]
-            self._count = np.count_nonzero(self.where, axis=-1, keepdims=True)
+            self.count = np.count_nonzero(self.where, axis=-1, keepdims=True)
 
     def only(self, v: Any) -> Any:
         """Return `v`, 0 in the place of elements that do not count, whatever they are."""
@@ -196,32 +196,19 @@ class Counted:
 
     def mean(self, v: Any) -> Any:
         """Return the mean of each row over the elements that count."""
-        return row_mean(self.only(v), self._count)
-
-    def share(self, column: Any) -> Any:
-        """Return one number for each row, divided by the number of elements that count."""
-        return column.divided(self._count) if isinstance(column, Pair) else column / self._count
+        return row_mean(self.only(v), self.count)
 
 
 # ---- statistics ----
 
 
-def _new_statistics(rows: int, kind: str, pairs: bool) -> Statistics:
-    mean, mean_lo, tail = np.empty((3, rows)) if kind == "layer" else (None, None, None)
-    low = np.empty(rows) if pairs else None
-    return Statistics(mean, mean_lo, np.empty(rows), low, tail if pairs else None)
-
-
-def _keep(kept: Statistics, rows: slice, words: tuple[Any, Any, Any]) -> None:
-    """Write the mean, mean_lo and rstd of some rows, pairs as two words."""
-    mean, mean_lo, rstd = words
-    columns = [mean, mean_lo, rstd, None, None]
+def _statistics(mean: Any, mean_lo: Any, rstd: Any) -> Statistics:
+    """Return the statistics of some rows, pairs as two words."""
+    kept = Statistics(mean, mean_lo, rstd)
     if isinstance(rstd, Pair):
         low, tail = (None, None) if mean is None else (mean_lo.hi, mean_lo.lo)
-        columns = [mean, low, rstd.hi, rstd.lo, tail]
-    for word, column in zip(kept, columns, strict=False):
-        if column is not None:
-            word[rows] = column[:, 0]
+        kept = Statistics(mean, low, rstd.hi, rstd.lo, tail)
+    return kept.of_rows((slice(None), 0))
 
 
 def rebuilt(x: Any, statistics: Statistics, rows: slice) -> tuple[Any, Any]:
@@ -258,24 +245,11 @@ class RowSum:
 
     def put(self, result: Array, pairs: bool = False) -> None:
         """Write the sum of all, rounded once; or add it to the partial sums in `result`."""
-        total = self._partial[-1][1] if self._partial else np.zeros((1, 1))
+        _, total = self._partial[-1]
         for _, other in reversed(self._partial[:-1]):
             total = other + total
-        if not pairs:
-            value = rounded(total, result.dtype)
-            result[...] = value.reshape(result.shape if self._partial else ())
-        elif self._partial:
+        if pairs:
             high, low = (total.hi, total.lo) if isinstance(total, Pair) else (total, 0.0)
-            result[...] = merged(result, as_partial(high, low, np.nan).reshape(result.shape))
-
-
-def sum_rows(block: Any) -> Any:
-    """Sum the rows of a block by halves, to one row."""
-    if isinstance(block, Pair):
-        return block.sum_rows()
-    while (rows := len(block)) > 1:
-        half = (rows + 1) // 2
-        pairs = block[:half].copy()
-        pairs[: rows - half] += block[half:]
-        block = pairs
-    return block
+            result[...] = merged(result, as_partial(high, low, np.nan)[0])
+        else:
+            result[...] = round_to(total, result.dtype)[0]

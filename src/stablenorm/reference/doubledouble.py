@@ -68,6 +68,13 @@ class Pair:
         value = np.asarray(value, dtype=np.float64)
         return cls(value, np.zeros_like(value))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.hi.shape
+
+    def __getitem__(self, index: Any) -> Pair:
+        return Pair(self.hi[index], self.lo[index])
+
     def __neg__(self) -> Pair:
         return Pair(-self.hi, -self.lo)
 
@@ -84,42 +91,7 @@ class Pair:
         hi, error = two_prod(self.hi, other.hi)
         return Pair(*_fast_two_sum(hi, error + (self.hi * other.lo + self.lo * other.hi)))
 
-    def __getitem__(self, index: Any) -> Pair:
-        return Pair(self.hi[index], self.lo[index])
-
-    def mean(self, count: Any = None) -> Pair:
-        """
-        Average over the last axis, kept as an axis of length 1, by a tree of fixed shape.
-
-        `count` is the number of elements, or, one for each row, of those that may not be 0.
-        """
-        return self._sum(axis=-1).divided(self.hi.shape[-1] if count is None else count)
-
-    def sum_rows(self) -> Pair:
-        """Sum over the first axis, kept as an axis of length 1, by a tree of fixed shape."""
-        total = self._sum(axis=0)
-        # The sum of one row is a view of that row, of dy: dx may be written over it.
-        return Pair(total.hi.copy(), total.lo)
-
-    def _sum(self, axis: int) -> Pair:
-        total = self
-        while (width := total.hi.shape[axis]) > 1:
-            half = (width + 1) // 2
-            first, second, rest = (
-                (slice(None),) * (axis % total.hi.ndim) + (part,)
-                for part in (slice(width - half), slice(half, None), slice(width - half, half))
-            )
-            pairs = total[first] + total[second]
-            if width % 2:
-                middle = total[rest]
-                pairs = Pair(
-                    np.concatenate([pairs.hi, middle.hi], axis),
-                    np.concatenate([pairs.lo, middle.lo], axis),
-                )
-            total = pairs
-        return total
-
-    def divided(self, count: Any) -> Pair:
+    def __truediv__(self, count: Any) -> Pair:
         """Divide by integers."""
         divisor = np.asarray(count, np.float64)
         quotient = self.hi / divisor
@@ -139,29 +111,45 @@ class Pair:
         none = self.hi == 0
         return Pair(np.where(none, np.inf, root.hi), np.where(none, 0.0, root.lo))
 
-    def round_to(self, dtype: np.dtype[Any]) -> Array:
-        """Round once to `dtype`, given that hi is the sum rounded to float64."""
-        if dtype.type is np.float64:
-            return self.hi
-        # To odd first: where hi is inexact and even, its neighbour beyond lo.
-        even = (self.hi.view(np.uint64) & np.uint64(1)) == 0
-        inexact = (self.lo != 0) & np.isfinite(self.hi)
-        beyond = np.nextafter(self.hi, np.copysign(np.inf, self.lo))
-        return round_to(np.where(even & inexact, beyond, self.hi), dtype)
+
+def sum_rows(block: Any) -> Any:
+    """Sum the rows of a block, of float64 or pairs, by halves, to one row; no rows to 0."""
+    if not block.shape[0]:
+        return np.zeros((1, 1))
+    while (rows := block.shape[0]) > 1:
+        half = rows // 2
+        total, middle = block[:half] + block[rows - half :], block[half : rows - half]
+        if rows % 2 == 0:
+            block = total
+        elif isinstance(block, Pair):
+            both = ([total.hi, middle.hi], [total.lo, middle.lo])
+            block = Pair(*map(np.concatenate, both))
+        else:
+            block = np.concatenate([total, middle])
+    return block
 
 
-def round_to(value: Array, dtype: np.dtype[Any]) -> Array:
+def round_to(value: Any, dtype: np.dtype[Any]) -> Array:
     """
-    Round float64 `value` once to `dtype`; return `value` itself if that is float64.
+    Round float64 or pairs, whose `hi` is the sum rounded to float64, once to `dtype`; not copied if that is float64.
 
     Two roundings, to float32 and then to bfloat16, go wrong near a midpoint of the latter. Rounding to odd in between
     cures it: an inexact value gets a last bit that is set, and is no midpoint of a type at least two bits narrower
     (Boldo and Melquiond, IEEE Trans. Comput. 57 (2008) 462).
     """
+    if isinstance(value, Pair):
+        high, low = value.hi, value.lo
+        if dtype.type is np.float64:
+            return high
+        # Round to odd first: where `high` is inexact and even, take its neighbour beyond `low`.
+        even = (high.view(np.uint64) & np.uint64(1)) == 0
+        beyond = np.nextafter(high, np.copysign(np.inf, low))
+        value = np.where(even & (low != 0) & np.isfinite(high), beyond, high)
     if dtype == bfloat16:
         # Keep 10 bits, two more than bfloat16 has; float32 holds them.
         lost = np.int64((1 << 43) - 1)
         bits = value.view(np.int64)
         value = ((bits | ((bits & lost) + lost)) & ~lost).view(np.float64)
     # One rounding, in NumPy and in hardware: float64 -> float32 and float64 -> float16.
-    return value.astype(dtype, copy=False)
+    narrow: Array = value.astype(dtype, copy=False)
+    return narrow

@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from stablenorm.formats import format_of
-from stablenorm.reference.doubledouble import Pair, two_sum
-from stablenorm.reference.exact import Root, Row, integers_of, nearest, root_of
+from stablenorm.reference.doubledouble import Pair, round_to, two_sum
+from stablenorm.reference.exact import Root, Row, integers_of, nearest, root_of, split
 from stablenorm.types import Array
 
 _WORDS = "high", "low", "error"
@@ -80,7 +80,7 @@ def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
         value, zero = Pair(high, low), np.zeros_like(high)
         # 0.0 - error: with -error an exact -0 would stay one.
-        least, most = ((value + Pair(e, zero)).round_to(dtype) for e in (0.0 - error, error))
+        least, most = (round_to(value + Pair(e, zero), dtype) for e in (0.0 - error, error))
         bits = f"u{dtype.itemsize}"
         uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
         uncertified |= (np.abs(high) < _TINY) & (high != 0)
@@ -96,65 +96,74 @@ def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExactSum:
     """
-    A sum over rows: ``2**unit`` times `offset` plus each factor over the square root of its radicand.
+    A sum over rows: ``2**unit`` times the sum of each factor over the square root of its radicand.
 
-    `terms` maps radicands to factors. Sums over different rows can be added.
+    `terms` maps radicands to factors. `extended` is 0, or what infinities and NaN add up to. Sums over different rows can
+    be added.
     """
 
     unit: int
-    offset: int
     terms: dict[int, int]
+    extended: float = 0.0
 
     @classmethod
     def of_numbers(cls, values: Array) -> Self:
         """Return the sum of float64 numbers, dbeta."""
-        integers, unit = integers_of(values)
-        return cls(unit, sum(integers), {})
+        finite, extended = split(values)
+        integers, unit = integers_of(finite)
+        return cls(unit, {1: sum(integers)}, float(extended.sum()))
 
     @classmethod
     def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
         """Return dgamma of one column of some rows."""
-        (factors, exponent), (values, scale) = integers_of(dy), integers_of(x)
+        finite, odd = split(dy)
+        (factors, exponent), (values, scale) = integers_of(finite), integers_of(x)
         shifts = [exponent + row.shift for row in rows]
-        unit = min(shifts, default=0)
+        unit, extended = min(shifts, default=0), 0.0
         # Rows of the same numbers have the same root.
         terms: dict[int, int] = {}
-        for factor, value, row, shift in zip(factors, values, rows, shifts, strict=True):
+        every = zip(factors, values, rows, shifts, odd.tolist(), strict=True)
+        for factor, value, row, shift, infinite in every:
             places = scale - row.scale
             integer = value << places if places >= 0 else value >> -places
-            if term := factor * (row.n * integer - row.total) << shift - unit:
+            centered = row.n * integer - row.total
+            if infinite:
+                extended += infinite * ((centered > 0) - (centered < 0))
+            elif term := factor * centered << shift - unit:
                 terms[row.radicand] = terms.get(row.radicand, 0) + term
-        return cls(unit, 0, terms)
+        return cls(unit, terms, extended)
 
-    def __add__(self, other: "ExactSum | float") -> "ExactSum | float":
-        if not isinstance(other, ExactSum):
-            # `other` is infinite or NaN.
-            return other
-        unit, offset, terms = min(self.unit, other.unit), 0, dict[int, int]()
+    def __add__(self, other: "ExactSum") -> "ExactSum":
+        unit, terms = min(self.unit, other.unit), dict[int, int]()
         for part in (self, other):
-            places = part.unit - unit
-            offset += part.offset << places
             for radicand, factor in part.terms.items():
-                terms[radicand] = terms.get(radicand, 0) + (factor << places)
-        return ExactSum(unit, offset, terms)
-
-    __radd__ = __add__
+                terms[radicand] = terms.get(radicand, 0) + (factor << part.unit - unit)
+        return ExactSum(unit, terms, self.extended + other.extended)
 
     def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
         """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
+        if self.extended:
+            # There is one NaN.
+            return math.nan if math.isnan(self.extended) else self.extended
         terms = []
         for radicand, factor in self.terms.items():
             if factor:
                 roots[radicand] = root = roots.get(radicand) or root_of(radicand)
                 terms.append((factor, root))
-        return nearest(self.offset, terms, self.unit, format_of(dtype))
+        return nearest(terms, self.unit, format_of(dtype))
 
 
-NOTHING: Any = ExactSum(0, 0, {})
+NOTHING: Any = ExactSum(0, {})
 
 
-def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
-    """Round a sum; infinite sums and NaN are floats. There is one NaN."""
-    if isinstance(total, ExactSum):
-        return total.rounded(dtype, roots)
-    return math.nan if math.isnan(total) else float(total)
+def decided(values: Array, exact: Iterable[tuple[Any, ExactSum]]) -> Array:
+    """Return rounded sums, but at some places exact ones, rounded."""
+    result, roots = values.copy(), dict[int, Root]()
+    for place, total in exact:
+        result[place] = total.rounded(values.dtype, roots)
+    return result
+
+
+def with_exact(values: Array, exact: Array) -> Array:
+    """Return rounded sums, but those that have an exact sum, not 0, by that."""
+    return decided(values, ((place, exact[place]) for place in zip(*exact.nonzero(), strict=True)))

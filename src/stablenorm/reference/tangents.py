@@ -35,7 +35,8 @@ from stablenorm.reference.blocks import (
     rebuilt,
     scale_of,
 )
-from stablenorm.reference.equations import backward, rounded
+from stablenorm.reference.doubledouble import round_to
+from stablenorm.reference.equations import backward
 
 
 def jvp(call: Jvp) -> None:
@@ -54,7 +55,7 @@ def jvp(call: Jvp) -> None:
             counted = Counted(where, rows, x.shape[1])
             xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
             moved = backward(lift(tx[rows]), xhat, rstd, None, norm.kind, counted.mean)
-            ty[rows] = rounded(counted.only(_pushed(moved, xhat, *parameters)), ty.dtype)
+            ty[rows] = round_to(counted.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
 
 def double_backward(call: DoubleBackward) -> None:
@@ -80,7 +81,7 @@ def double_backward(call: DoubleBackward) -> None:
             cotangent, tangent = lift(dy[rows]), lift(ddx[rows])
             g = cotangent if scale is None else cotangent * scale
             pushed, pulled = jacobian(tangent), jacobian(g)
-            ddy[rows] = rounded(only(_pushed(pushed, xhat, scale, *of_xhat)), ddy.dtype)
+            ddy[rows] = round_to(only(_pushed(pushed, xhat, scale, *of_xhat)), ddy.dtype)
             if dgamma is not None:
                 sum_dgamma.add(only(cotangent * pushed))
             if norm.kind == "layer":
@@ -90,7 +91,7 @@ def double_backward(call: DoubleBackward) -> None:
             total = -(rstd * (bent + xhat * mean(tangent * pulled)))
             if of_xhat[0] is not None:
                 total = total + jacobian(cotangent * of_xhat[0])
-            dx[rows] = rounded(only(total), dx.dtype)
+            dx[rows] = round_to(only(total), dx.dtype)
         if dgamma is not None:
             sum_dgamma.put(dgamma)
 
