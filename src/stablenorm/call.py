@@ -49,7 +49,7 @@ class Backward(NamedTuple):
     drstd: Array | None = None
     # The mask of `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
-    # "rounded"; "pairs": partial sums, as in `reference.partial`, are added to those in dgamma and
+    # "rounded"; "pairs": partial sums, as in `reference.doubledouble`, are added to those in dgamma and
     # dbeta; "exact": exact sums are added to those of the columns that do not hold 0; for
     # `functional` alone, "added": sums are added to values, and rounded once.
     sums: str = "rounded"

@@ -14,7 +14,8 @@ from stablenorm.backends import implementation, run
 from stablenorm.call import READ, SUMS, WRITTEN, Backward, Forward, change, of_sample
 from stablenorm.functional.layout import Layout, Lead, is_plain, layout_of
 from stablenorm.reference.blocks import add
-from stablenorm.reference.partial import ExactSum, as_partial, rounded, with_exact
+from stablenorm.reference.doubledouble import as_partial, rounded
+from stablenorm.reference.exact import ExactSum, with_exact
 from stablenorm.types import Array, Shape, Statistics
 
 # Bytes of an array that are copied at a time, or the rows of one tile or sample if these are more: they fit a cache.

@@ -19,7 +19,7 @@ import numpy as np
 from stablenorm import memory
 from stablenorm.call import Backward, Forward, sample
 from stablenorm.reference import uncertified
-from stablenorm.reference.partial import PARTIAL, merged
+from stablenorm.reference.doubledouble import PARTIAL, merged
 from stablenorm.threads import get_num_threads
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from stablenorm.call import Backward, Forward, change
 from stablenorm.reference import blocks, uncertified
-from stablenorm.reference.blocks import SMALLEST, exceeds_range
+from stablenorm.reference.blocks import SMALLEST, double_backward, exceeds_range, jvp
+from stablenorm.reference.doubledouble import PARTIAL
 from stablenorm.reference.equations import project
-from stablenorm.reference.partial import PARTIAL
-from stablenorm.reference.tangents import double_backward, jvp
 from stablenorm.types import Array, Statistics
 
 __all__ = ["backward", "double_backward", "forward", "jvp", "project"]
@@ -27,11 +26,7 @@ def forward(call: Forward) -> Statistics:
         call = call._replace(x=call.total, residual=None, total=None)
     every = _needs_integers(call, call.norm.beta)
     kept = blocks.forward(call._replace(y=None) if every else call)
-    rows = np.arange(len(call.x))
-    if not every:
-        low = kept.rstd_lo
-        rows = rows[:0] if low is None else np.flatnonzero(np.isnan(low) & ~np.isnan(kept.rstd))
-    uncertified.finish_forward(call, rows, kept)
+    uncertified.finish_forward(call, np.flatnonzero(kept.out_of_range | every), kept)
     return kept
 
 

@@ -4,18 +4,41 @@ The equations on calls: blocks of rows, masks, statistics, sums over rows, and t
 The backward makes xhat anew from x and repeats none of the forward's reductions; to keep xhat instead would take 8 bytes
 an element (docs/explanation/complexity.md). Rows are taken in blocks of `BLOCK` elements, so that temporaries are a few
 blocks, whatever the size of x. Sums over rows go through a tree whose shape depends on (rows, n) alone.
+
+Forward mode, and the gradient of the backward: J is the symmetric Jacobian of xhat, the backward without gamma. For one
+row, with ``scale = gamma + gamma_offset``, given tangents of x, gamma and beta::
+
+    ty     = scale * J tx + tgamma * xhat + tbeta
+
+The backward makes dx, dgamma and dbeta of dy, x and gamma. Given cotangents ddx, ddgamma and ddbeta of what it makes, and
+with ``g = scale * dy``::
+
+    ddy    = scale * J ddx + ddgamma * xhat + ddbeta
+    dgamma = sum over rows of dy * J ddx
+    dx     = J (ddgamma * dy) - rstd * (mean(g * xhat) * J ddx
+                                        + mean(ddx * xhat) * J g + xhat * mean(ddx * J g))
+
+docs/explanation/derivation.md derives these lines, D21, D29 and D30. Their results for float64 rows that are out of
+range, beyond about 2**200 or below 2**-200, are NaN.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from stablenorm.call import Backward, Forward
+from stablenorm.call import Backward, DoubleBackward, Forward, Jvp
 from stablenorm.reference import equations
-from stablenorm.reference.doubledouble import Pair, round_to, sum_rows, two_sum
+from stablenorm.reference.doubledouble import (
+    Pair,
+    as_partial,
+    merged,
+    round_to,
+    sum_rows,
+    two_sum,
+)
 from stablenorm.reference.equations import restore, row_mean
-from stablenorm.reference.partial import as_partial, merged
 from stablenorm.types import Array, Norm, Statistics, joined
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
@@ -30,6 +53,7 @@ LARGEST, SMALLEST = 2.0**200, 2.0**-200
 Lift = Callable[[Any], Any]
 
 
+@np.errstate(all="ignore")
 def forward(call: Forward) -> Statistics:
     """
     Normalize the rows of x into y (which may be x itself, or None); return the statistics.
@@ -41,24 +65,24 @@ def forward(call: Forward) -> Statistics:
     lift = lifter(x)
     scale, shift, eps = scale_of(norm, lift), parameter(norm.beta, lift), lift(np.float64(norm.eps))
     kept: list[Statistics] = []
-    with np.errstate(all="ignore"):
-        for rows in blocks(x.shape):
-            counted = Counted(call.where, rows, x.shape[1])
-            wide, words, var = equations.forward(
-                lift(x[rows]), eps, scale, shift, norm.kind, counted.mean
-            )
-            kept.append(_statistics(*words))
-            out = np.zeros(len(x[rows]), bool)
-            if kept[-1].rstd_lo is not None:
-                out = _squares_leave_range(var, eps, x[rows], norm.kind, counted)
-                kept[-1].rstd[out], kept[-1].rstd_lo[out] = 0.0, np.nan
-            if y is not None:
-                # y may be x itself, which integers need for rows out of range.
-                result = round_to(counted.only(wide), y.dtype)
-                np.copyto(y[rows], result, where=~out[:, None])
+    for rows in blocks(x.shape):
+        counted = Counted(call.where, rows, x.shape[1])
+        wide, words, var = equations.forward(
+            lift(x[rows]), eps, scale, shift, norm.kind, counted.mean
+        )
+        kept.append(_statistics(*words))
+        out = np.zeros(len(x[rows]), bool)
+        if kept[-1].rstd_lo is not None:
+            out = _squares_leave_range(var, eps, x[rows], norm.kind, counted)
+            kept[-1].rstd[out], kept[-1].rstd_lo[out] = 0.0, np.nan
+        if y is not None:
+            # y may be x itself, which integers need for rows out of range.
+            result = round_to(counted.only(wide), y.dtype)
+            np.copyto(y[rows], result, where=~out[:, None])
     return joined(kept)
 
 
+@np.errstate(all="ignore")
 def backward(call: Backward) -> None:
     """
     Pull dy back through `forward`, into those of dx, dgamma and dbeta that are not None.
@@ -69,45 +93,112 @@ def backward(call: Backward) -> None:
     lift = lifter(x)
     scale = scale_of(norm, lift)
     sum_dgamma, sum_dbeta = RowSum(), RowSum()
-    with np.errstate(all="ignore"):
-        for rows in blocks(dy.shape):
-            counted = Counted(call.where, rows, x.shape[1])
-            cotangent = lift(dy[rows])
-            if dx_rows is not None or dgamma is not None:
-                xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
-            if dgamma is not None:
-                sum_dgamma.add(counted.only(cotangent * xhat))
-            if dbeta is not None:
-                sum_dbeta.add(counted.only(cotangent))
-            if dx_rows is not None:
-                dx = equations.backward(cotangent, xhat, rstd, scale, norm.kind, counted.mean)
-                if call.drstd is not None:
-                    share = lift(call.drstd[rows, None]) / counted.count
-                    # In this order a product overflows only where dx does: |xhat| / n < 1.
-                    dx = dx - share * xhat * rstd * rstd
-                if call.dmean is not None:
-                    dx = dx + lift(call.dmean[rows, None]) / counted.count
-                dx = counted.only(dx)
-                if dsum is not None:
-                    dx = dx + lift(dsum[rows])
-                dx_rows[rows] = round_to(dx, dx_rows.dtype)
-        for total, result in ((sum_dgamma, dgamma), (sum_dbeta, dbeta)):
-            if result is not None:
-                total.put(result, pairs=call.sums == "pairs")
+    for rows in blocks(dy.shape):
+        counted = Counted(call.where, rows, x.shape[1])
+        cotangent = lift(dy[rows])
+        if dx_rows is not None or dgamma is not None:
+            xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
+        if dgamma is not None:
+            sum_dgamma.add(counted.only(cotangent * xhat))
+        if dbeta is not None:
+            sum_dbeta.add(counted.only(cotangent))
+        if dx_rows is not None:
+            dx = equations.backward(cotangent, xhat, rstd, scale, norm.kind, counted.mean)
+            if call.drstd is not None:
+                share = lift(call.drstd[rows, None]) / counted.count
+                # In this order a product overflows only where dx does: |xhat| / n < 1.
+                dx = dx - share * xhat * rstd * rstd
+            if call.dmean is not None:
+                dx = dx + lift(call.dmean[rows, None]) / counted.count
+            dx = counted.only(dx)
+            if dsum is not None:
+                dx = dx + lift(dsum[rows])
+            dx_rows[rows] = round_to(dx, dx_rows.dtype)
+    for total, result in ((sum_dgamma, dgamma), (sum_dbeta, dbeta)):
+        if result is not None:
+            total.put(result, pairs=call.sums == "pairs")
 
 
+@np.errstate(all="ignore")
 def add(x: Array, residual: Array, total: Array) -> None:
     """Write ``x + residual``, rounded once, into `total`; arrays of one shape, of any layout."""
-    with np.errstate(all="ignore"):
-        # np.result_type knows no common type of float16 and bfloat16.
-        if np.can_cast(x.dtype, total.dtype) and np.can_cast(residual.dtype, total.dtype):
-            # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
-            np.add(x, residual, out=total, dtype=total.dtype)
-            return
-        step = max(1, BLOCK * len(x) // max(x.size, 1))
-        for rows in (slice(start, start + step) for start in range(0, len(x), step)):
-            both = two_sum(x[rows].astype(np.float64), residual[rows].astype(np.float64))
-            total[rows] = round_to(Pair(*both), total.dtype)
+    # np.result_type knows no common type of float16 and bfloat16.
+    if np.can_cast(x.dtype, total.dtype) and np.can_cast(residual.dtype, total.dtype):
+        # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
+        np.add(x, residual, out=total, dtype=total.dtype)
+        return
+    step = max(1, BLOCK * len(x) // max(x.size, 1))
+    for rows in (slice(start, start + step) for start in range(0, len(x), step)):
+        both = two_sum(x[rows].astype(np.float64), residual[rows].astype(np.float64))
+        total[rows] = round_to(Pair(*both), total.dtype)
+
+
+# ---- forward mode and second order ----
+
+
+@np.errstate(all="ignore")
+def jvp(call: Jvp) -> None:
+    """
+    Push the tangents of x, gamma and beta (None: 0) through `forward`, into ty; 0 where the mask is False.
+
+    Each element is within ``0.501 ulp + c * S`` of the exact one, c as for y, S the magnitudes that
+    it is made of: with ``T(v) = rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``,
+    ``|scale| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``.
+    """
+    tx, x, norm, statistics, tgamma, tbeta, ty, where = call
+    lift = lifter(x)
+    parameters = scale_of(norm, lift), parameter(tgamma, lift), parameter(tbeta, lift)
+    for rows in blocks(x.shape):
+        counted = Counted(where, rows, x.shape[1])
+        xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
+        moved = equations.backward(lift(tx[rows]), xhat, rstd, None, norm.kind, counted.mean)
+        ty[rows] = round_to(counted.only(_pushed(moved, xhat, *parameters)), ty.dtype)
+
+
+@np.errstate(all="ignore")
+def double_backward(call: DoubleBackward) -> None:
+    """
+    Pull ddx, ddgamma and ddbeta (None: 0) back through `backward`, into ddy, dx and dgamma.
+
+    The errors are as for `jvp`: S of ddy is that of ty; of dgamma, the sum over rows of
+    ``|dy| T(ddx)``; of dx, ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) +
+    (|xhat| + mean|xhat|) mean(|ddx'| T(g)))``, g' and ddx' centered.
+    """
+    ddx, dy, x, norm, statistics, ddgamma, ddbeta, ddy, dx, dgamma, where = call
+    lift = lifter(x)
+    scale, *of_xhat = scale_of(norm, lift), parameter(ddgamma, lift), parameter(ddbeta, lift)
+    sum_dgamma = RowSum()
+    for rows in blocks(x.shape):
+        counted = Counted(where, rows, x.shape[1])
+        xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
+        mean, only = counted.mean, counted.only
+        jacobian = partial(
+            equations.backward, xhat=xhat, rstd=rstd, scale=None, kind=norm.kind, mean=mean
+        )
+        cotangent, tangent = lift(dy[rows]), lift(ddx[rows])
+        g = cotangent if scale is None else cotangent * scale
+        pushed, pulled = jacobian(tangent), jacobian(g)
+        ddy[rows] = round_to(only(_pushed(pushed, xhat, scale, *of_xhat)), ddy.dtype)
+        if dgamma is not None:
+            sum_dgamma.add(only(cotangent * pushed))
+        if norm.kind == "layer":
+            # For the means of products that follow: the reason of `project`.
+            g, tangent = g - mean(g), tangent - mean(tangent)
+        bent = mean(g * xhat) * pushed + mean(tangent * xhat) * pulled
+        total = -(rstd * (bent + xhat * mean(tangent * pulled)))
+        if of_xhat[0] is not None:
+            total = total + jacobian(cotangent * of_xhat[0])
+        dx[rows] = round_to(only(total), dx.dtype)
+    if dgamma is not None:
+        sum_dgamma.put(dgamma)
+
+
+def _pushed(moved: Any, xhat: Any, scale: Any, tgamma: Any, tbeta: Any) -> Any:
+    """Return the tangent of y, given that of xhat."""
+    result = moved if scale is None else moved * scale
+    if tgamma is not None:
+        result = result + tgamma * xhat
+    return result if tbeta is None else result + tbeta
 
 
 # ---- range: the rows and parameters whose products could leave that of float64 ----
@@ -121,12 +212,12 @@ def exceeds_range(*arrays: Array | None, least: float = 0.0) -> bool:
 def out_of_range(call: Backward) -> Array:
     """Tell which rows of a backward could leave the range of float64."""
     dy, kept = call.dy, call.statistics
-    out, pairs = np.zeros(len(dy), bool), kept.rstd_lo is not None
+    out, pairs = kept.out_of_range, kept.rstd_lo is not None
     if dy.dtype == np.float64 or pairs:
         for rows in blocks(dy.shape):
             counted = Counted(call.where, rows, dy.shape[1])
-            out[rows] = _outside(counted.only(dy[rows]), SMALLEST if pairs else 0.0).any(axis=1)
-    return out | (np.isnan(kept.rstd_lo) & ~np.isnan(kept.rstd)) if pairs else out  # type: ignore[arg-type]
+            out[rows] |= _outside(counted.only(dy[rows]), SMALLEST if pairs else 0.0).any(axis=1)
+    return out
 
 
 def _outside(values: Array, least: float) -> Array:

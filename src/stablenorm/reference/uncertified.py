@@ -13,30 +13,23 @@ import numpy as np
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import exact
 from stablenorm.reference.blocks import BLOCK, blocks
+from stablenorm.reference.doubledouble import PARTIAL, as_partial, merged, rounded
 from stablenorm.reference.equations import FLOAT64
-from stablenorm.reference.partial import (
-    PARTIAL,
-    ExactSum,
-    as_partial,
-    decided,
-    merged,
-    rounded,
-)
+from stablenorm.reference.exact import ExactSum, decided
 from stablenorm.types import Array, Norm, Statistics
 
 
 @np.errstate(all="ignore")
 def finish_forward(call: Forward, rows: Array, kept: Statistics | None) -> None:
     """Write y of these rows, of any sample, and the statistics of rows out of range, whose rstd_lo is NaN."""
+    out: Any = None if kept is None else kept.out_of_range
     for i in rows.tolist():
         some, row, x = _row_of(call, i, call.x)
         if call.y is not None:
             gamma, beta = _parameters(call, i, some)
             call.y[i] = 0
             call.y[i, some] = _affine(row, gamma, beta, call.y.dtype)
-        if kept is None or kept.rstd_lo is None:
-            continue
-        if np.isnan(kept.rstd[i]) or not np.isnan(kept.rstd_lo[i]):
+        if kept is None or not out[i]:
             continue
         mean, kept.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
         for word, value in zip(
