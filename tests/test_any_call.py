@@ -13,7 +13,7 @@ from rationals import NAMES
 import stablenorm as sn
 from stablenorm.backends import BACKENDS
 from stablenorm.functional import plain
-from stablenorm.reference.rounding import round_to
+from stablenorm.reference.doubledouble import round_to
 
 f2, bf, f4, f8 = calls.KINDS
 KEPT = "x", "mean", "rstd"
