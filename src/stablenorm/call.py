@@ -117,13 +117,17 @@ def change(call: Any, read: Any, written: Any, rows: slice | Array | None) -> An
     return tuple.__new__(type(call), values)
 
 
+def of_rows(call: Any, rows: slice | Array) -> Any:
+    """Return a call of some rows of plain arrays."""
+    return change(call, lambda array: array[rows], lambda array: array[rows], rows)
+
+
 def sample(call: Any, i: int) -> Any:
     """Return the call of one sample of a call; its arrays are views."""
     if call.samples == 1:
         return call
     count = len(call.x) // call.samples
-    rows = slice(i * count, (i + 1) * count)
-    return of_sample(change(call, lambda array: array[rows], lambda array: array[rows], rows), i)
+    return of_sample(of_rows(call, slice(i * count, (i + 1) * count)), i)
 
 
 def of_sample(call: Any, i: Any) -> Any:

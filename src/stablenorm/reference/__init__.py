@@ -1,20 +1,20 @@
 """
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once; everything else copies them.
 
-Residuals are added here. `blocks` does the rest by `equations`, and `uncertified` does rows
-that are out of range, and with rounding="nearest" all, with integers.
+`blocks` does a call by `equations`, and `uncertified` does rows that are out of range, and with rounding="nearest" all,
+with integers.
 """
 
 from typing import Any
 
 import numpy as np
 
-from stablenorm.call import Backward, Forward, change
+from stablenorm.call import Backward, Forward, of_rows
 from stablenorm.reference import blocks, uncertified
-from stablenorm.reference.blocks import SMALLEST, double_backward, exceeds_range, jvp
+from stablenorm.reference.blocks import double_backward, jvp
 from stablenorm.reference.doubledouble import PARTIAL
 from stablenorm.reference.equations import project
-from stablenorm.types import Array, Statistics
+from stablenorm.types import Statistics
 
 __all__ = ["backward", "double_backward", "forward", "jvp", "project"]
 
@@ -24,7 +24,7 @@ def forward(call: Forward) -> Statistics:
     if call.residual is not None:
         blocks.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
-    every = _needs_integers(call, call.norm.beta)
+    every = blocks.needs_integers(call, call.norm.beta)
     kept = blocks.forward(call._replace(y=None) if every else call)
     uncertified.finish_forward(call, np.flatnonzero(kept.out_of_range | every), kept)
     return kept
@@ -39,7 +39,7 @@ def backward(call: Backward) -> None:
             for j, total in uncertified.exact_sums(call, k, columns):
                 result[j] += total
         return
-    every, rows = _needs_integers(call), np.arange(len(call.x))
+    every, rows = blocks.needs_integers(call), np.arange(len(call.x))
     partial: Any = sums
     if not every:
         out = blocks.out_of_range(call)
@@ -47,7 +47,7 @@ def backward(call: Backward) -> None:
             blocks.backward(call)
             return
         inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
-        some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
+        some = of_rows(call, inside)
         if call.sums == "rounded":
             partial = [None if each is None else np.zeros(n, PARTIAL) for each in sums]
         blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
@@ -62,18 +62,3 @@ def backward(call: Backward) -> None:
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
     """Return the unit of rows in which a call may be cut into blocks: all, since the order of the sums depends on them."""
     return rows
-
-
-def _needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:
-    """Tell whether integers do all rows: with rounding="nearest", or if gamma or beta is out of range."""
-    norm = call.norm
-    if norm.rounding == "nearest":
-        return True
-    if call.x.dtype == np.float64:
-        gamma = norm.gamma
-        if gamma is not None and norm.gamma_offset:
-            gamma = gamma.astype(np.float64) + norm.gamma_offset
-        return exceeds_range(gamma, least=SMALLEST) or exceeds_range(beta)
-    # float64 holds the products of narrower numbers, and leaves their infinities as they are.
-    some = (each for each in (norm.gamma, beta) if each is not None and each.dtype == np.float64)
-    return exceeds_range(*some)

@@ -204,9 +204,20 @@ def _pushed(moved: Any, xhat: Any, scale: Any, tgamma: Any, tbeta: Any) -> Any:
 # ---- range: the rows and parameters whose products could leave that of float64 ----
 
 
-def exceeds_range(*arrays: Array | None, least: float = 0.0) -> bool:
-    """Tell whether a number, infinity included, is beyond LARGEST, or nearer to 0 than `least`."""
-    return any(bool(_outside(each, least).any()) for each in arrays if each is not None)
+def needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:
+    """Tell whether integers do all rows: with rounding="nearest", or if gamma or beta is out of range."""
+    norm, pairs = call.norm, call.x.dtype == np.float64
+    gamma = norm.gamma
+    if pairs and gamma is not None:
+        gamma = gamma.astype(np.float64) + norm.gamma_offset
+    given = (gamma, SMALLEST if pairs else 0.0), (beta, 0.0)
+    return norm.rounding == "nearest" or any(
+        # float64 holds the products of narrower numbers, and leaves their infinities as they are.
+        values is not None
+        and (pairs or values.dtype == np.float64)
+        and _outside(values, least).any()
+        for values, least in given
+    )
 
 
 def out_of_range(call: Backward) -> Array:
@@ -221,6 +232,7 @@ def out_of_range(call: Backward) -> Array:
 
 
 def _outside(values: Array, least: float) -> Array:
+    """Tell which numbers are beyond LARGEST, as infinity is, or nearer to 0 than `least`."""
     size = np.abs(values.astype(np.float64))
     outside: Array = (size > LARGEST) | ((size < least) & (size != 0))
     return outside

@@ -211,9 +211,8 @@ def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     low, last = two_sum(rest, lower)
     error = (error + error_b + (np.abs(lost) + np.abs(last))) * _MORE
     high, low = two_sum(high, low)
-    # The low word of an infinite sum is NaN.
-    finite = np.isfinite(total)
-    return np.where(finite, high, total), np.where(finite, low, 0.0), np.where(finite, error, 0.0)
+    # The low word of an infinite sum is NaN, until `as_partial` sees it.
+    return np.where(np.isfinite(total), high, total), low, error
 
 
 def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:

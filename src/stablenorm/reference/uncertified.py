@@ -12,7 +12,7 @@ import numpy as np
 
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import exact
-from stablenorm.reference.blocks import BLOCK, blocks
+from stablenorm.reference.blocks import BLOCK
 from stablenorm.reference.doubledouble import PARTIAL, as_partial, merged, rounded
 from stablenorm.reference.equations import FLOAT64
 from stablenorm.reference.exact import ExactSum, decided
@@ -32,9 +32,7 @@ def finish_forward(call: Forward, rows: Array, kept: Statistics | None) -> None:
         if kept is None or not out[i]:
             continue
         mean, kept.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
-        for word, value in zip(
-            (kept.mean, kept.mean_lo, kept.mean_tail), (mean, 0.0, 0.0), strict=True
-        ):
+        for word, value in ((kept.mean, mean), (kept.mean_lo, 0.0), (kept.mean_tail, 0.0)):
             if word is not None:
                 word[i] = value
 
@@ -144,17 +142,11 @@ def _row_of(call: Any, i: int, *arrays: Array, keep: bool = True) -> tuple[Any, 
 
 
 def _lost_rows(call: Backward) -> Array:
-    """Tell which rows have no norm."""
-    lost = []
-    for rows in blocks(call.x.shape):
-        x = call.x[rows].astype(np.float64)
-        counted = True if call.where is None else call.where[rows]
-        least = x.min(axis=1, initial=np.inf, where=counted)
-        most = x.max(axis=1, initial=-np.inf, where=counted)
-        lost.append(~(np.isfinite(least) & np.isfinite(most)))
-        if call.norm.eps == 0:
-            lost[-1] |= (least == most) & ((call.norm.kind == "layer") | (least == 0))
-    return np.concatenate(lost)
+    """Tell which rows have no norm; rstd of others may have left the range of float64."""
+    lost: Array = ~np.isfinite(call.statistics.rstd)
+    for i in np.flatnonzero(lost).tolist():
+        lost[i] = _row_of(call, i)[1] is None
+    return lost
 
 
 def _parameters(call: Any, i: int, some: Any) -> list[Array]:
