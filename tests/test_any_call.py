@@ -255,3 +255,14 @@ def test_sums_read_dy_before_dx_is_written_over_it(
         out = sn.Gradients(dx, 0 * one, 0 * one)
         found = sn.layer_norm_backward(dy, cache, out=out, accumulate=accumulate)
         assert_same(found[1:], expected[1:])
+
+
+def test_sums_depend_on_no_layout(rng, backend, monkeypatch):
+    """The NumPy backend used to merge the sums of copied blocks in another order than those of rows as they lie."""
+    monkeypatch.setattr(plain, "BLOCK", 1)
+    x, dy = rng.standard_normal((2, 3000, 20)).astype("f4")
+    gamma, beta = rng.standard_normal((2, 20))
+    _, cache = sn.layer_norm_forward(x, gamma, beta, backend=backend)
+    expected = sn.layer_norm_backward(dy, cache)
+    _, cache = sn.layer_norm_forward(np.asfortranarray(x), gamma, beta, backend=backend)
+    assert_same(sn.layer_norm_backward(dy, cache), expected)

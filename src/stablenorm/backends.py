@@ -7,7 +7,8 @@ import warnings
 from typing import Any
 
 from stablenorm import arrays, reference
-from stablenorm.call import OPERATIONS
+from stablenorm.call import OPERATIONS, sample
+from stablenorm.types import joined
 
 # A backend is a module with a function for each operation. Backends for NumPy arrays, and all of them:
 BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
@@ -20,10 +21,17 @@ def _module(backend: str) -> Any:
 
 
 def run(backend: str, call: Any) -> Any:
-    """Do a call by a backend or, where that declines it, by the reference; return what it returns."""
-    operation = OPERATIONS[type(call)]
-    found = implementation(operation, backend)(call)
-    return getattr(reference, operation)(call) if found is NotImplemented else found
+    """Do a call by a backend or, where that declines it, by samples or the reference; return what it returns."""
+    operation, samples = OPERATIONS[type(call)], getattr(call, "samples", 1)
+    if samples == 1 or backend != "numpy":
+        found = implementation(operation, backend)(call)
+        if found is not NotImplemented:
+            return found
+    if samples == 1:
+        return getattr(reference, operation)(call)
+    # The gamma of one sample may be out of range, and those of others within.
+    each = [run(backend, sample(call, i)) for i in range(samples)]
+    return joined(each) if getattr(call, "keep", False) else None
 
 
 @functools.cache

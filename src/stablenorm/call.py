@@ -5,8 +5,8 @@ Arrays are plain rows: those of the shape of x are (rows, n), with unit stride w
 are (n,). With `samples`, the rows are that many equal parts, each with its own gamma and beta, (samples, n). An array that is
 missing, or not wanted, is None.
 
-The operation of a backend takes the record. It may decline, by returning NotImplemented before it writes anything: then the
-reference does all of the call. Otherwise it does all of the call.
+The operation of a backend takes the record. It may decline, by returning NotImplemented before it writes anything: then
+`backends.run` takes samples apart, and the reference does a sample. Otherwise it does all of the call.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Backward(NamedTuple):
     drstd: Array | None = None
     # The mask of `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
-    # "rounded"; "pairs": partial sums, as in `reference.partial`, are added to those in dgamma and
+    # "rounded"; "pairs": partial sums, as in `reference.doubledouble`, are added to those in dgamma and
     # dbeta; "exact": exact sums are added to those of the columns that do not hold 0; for
     # `functional` alone, "added": sums are added to values, and rounded once.
     sums: str = "rounded"
@@ -117,11 +117,17 @@ def change(call: Any, read: Any, written: Any, rows: slice | Array | None) -> An
     return tuple.__new__(type(call), values)
 
 
+def of_rows(call: Any, rows: slice | Array) -> Any:
+    """Return a call of some rows of plain arrays."""
+    return change(call, lambda array: array[rows], lambda array: array[rows], rows)
+
+
 def sample(call: Any, i: int) -> Any:
-    """Return the call of one sample of a call of several; its arrays are views."""
+    """Return the call of one sample of a call; its arrays are views."""
+    if call.samples == 1:
+        return call
     count = len(call.x) // call.samples
-    rows = slice(i * count, (i + 1) * count)
-    return of_sample(change(call, lambda array: array[rows], lambda array: array[rows], rows), i)
+    return of_sample(of_rows(call, slice(i * count, (i + 1) * count)), i)
 
 
 def of_sample(call: Any, i: Any) -> Any:

@@ -25,8 +25,8 @@ from stablenorm.backends import choose
 from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks, operations
-from stablenorm.functional.plain import decided
-from stablenorm.reference import partial as sums
+from stablenorm.reference import doubledouble as sums
+from stablenorm.reference import exact as integers
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
 # An array whose axes are some of those of x, and which; or two times None.
@@ -235,7 +235,7 @@ def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> 
     for i, parameter in enumerate(norm[:2]):
         if parameter is not None and NAMES[1 + i] in asked:
             zeros = np.zeros(parameter.shape, sums.PARTIAL)
-            totals[i] = zeros if uncertified is None else np.where(uncertified, sums.NOTHING, 0)
+            totals[i] = zeros if uncertified is None else np.where(uncertified, integers.NOTHING, 0)
     out, how = Gradients(dx, *totals), "pairs" if uncertified is None else "exact"
     if uncertified is None or uncertified.any():
         extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
@@ -256,4 +256,6 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     operands = dy, _NOTHING, (uncertified, axes), *block
     again = of_blocks(renamed(parts, "again"), partial(_backward, NAMES[1 + i : 2 + i]), *operands)
     others = merged(renamed(parts, "exact"), part_of(again, 1 + i, "sum", object), like, axes)
-    return of_blocks(renamed(made, what), decided, (values, axes), others, dtype=like.dtype)
+    return of_blocks(
+        renamed(made, what), integers.with_exact, (values, axes), others, dtype=like.dtype
+    )

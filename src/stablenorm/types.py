@@ -72,6 +72,12 @@ class Statistics(NamedTuple):
         """Bytes held, all rows together."""
         return sum(part.nbytes for part in self if part is not None)
 
+    @property
+    def out_of_range(self) -> Array:
+        """Tell which rows are out of the range of pairs."""
+        low = np.zeros_like(self.rstd) if self.rstd_lo is None else self.rstd_lo
+        return np.isnan(low) & ~np.isnan(self.rstd)
+
     def of_rows(self, rows: Any) -> "Statistics":
         """Return the statistics of some rows."""
         return Statistics._make(None if word is None else word[rows] for word in self)

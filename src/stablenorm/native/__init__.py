@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm import memory, reference
+from stablenorm import memory
 from stablenorm.call import Backward, Forward, sample
 from stablenorm.reference import uncertified
-from stablenorm.reference.partial import PARTIAL, merged
+from stablenorm.reference.doubledouble import PARTIAL, merged
 from stablenorm.threads import get_num_threads
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics, joined
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics
 
 try:
     from stablenorm import _core
@@ -64,13 +64,9 @@ def forward(call: Forward) -> Any:
     if where is not None:
         return NotImplemented
     found = plain_forward(x, norm, -1, y, None, keep, residual, None, threads, total, samples)
-    if found is not None:
-        return found[1].statistics if keep else None
-    if samples > 1:
-        # The gamma of one sample may be out of range, and those of others within.
-        each = [forward(sample(call, i)) for i in range(samples)]
-        return joined(each) if keep else None
-    return reference.forward(call)
+    if found is None:
+        return NotImplemented
+    return found[1].statistics if keep else None
 
 
 def backward(call: Backward) -> Any:
@@ -89,12 +85,6 @@ def backward(call: Backward) -> Any:
         call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
         call.threads, call.plan_rows, call.samples,
     )  # fmt: skip
-    if found is None and call.samples > 1:
-        for i in range(call.samples):
-            one = sample(call, i)
-            if backward(one) is NotImplemented:
-                reference.backward(one)
-        return None
     if found is None:
         return NotImplemented
     for total, part in zip(sums, made, strict=True):
@@ -107,15 +97,12 @@ def backward(call: Backward) -> Any:
 
 
 def _finish_forward(
-    x: Array, y: Array, norm: Norm, kept: Statistics | None, marks: Array, samples: int
+    x: Array, y: Array, norm: Norm, kept: Statistics | None, marks: Array, _: int
 ) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
-    call = Forward(_as_matrix(x), norm, _as_matrix(y), samples=samples)
-    for i, rows in enumerate(marks.reshape(samples, -1)):
-        if rows.any():
-            own = slice(i * len(rows), (i + 1) * len(rows))
-            words = None if kept is None else kept.of_rows(own)
-            uncertified.finish_forward(_sample(call, i), np.flatnonzero(rows), words)
+    shape = -1, x.shape[-1]
+    call = Forward(x.reshape(shape), norm, y.reshape(shape))
+    uncertified.finish_forward(call, np.flatnonzero(marks), kept)
 
 
 def _finish_backward(
@@ -124,27 +111,20 @@ def _finish_backward(
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
     n = x.shape[-1]
-    like_x = (dy, x, out.dx, dsum)
-    rows_of: Any = [None if each is None else _as_matrix(each) for each in like_x]
+    like_x = (each if each is None else each.reshape(-1, n) for each in (dy, x, out.dx, dsum))
+    of_dy, of_x, of_dx, of_dsum = like_x
     shape = (n,) if samples == 1 else (samples, n)
-    sums: Any = [None if each is None else each.reshape(shape) for each in out[1:]]
-    of_dy, of_x, of_dx, of_dsum = rows_of
+    sums: Any = [each if each is None else each.reshape(shape) for each in out[1:]]
     call = Backward(of_dy, of_x, norm, kept, of_dx, sums[0], sums[1], of_dsum, samples=samples)
-    of_sample, columns = marks.reshape(samples, -1), columns.reshape(samples, 2, n)
-    for i in np.flatnonzero(of_sample.any(axis=1) | columns.any(axis=(1, 2))).tolist():
-        rows, unsummed = np.flatnonzero(of_sample[i]), np.flatnonzero(of_sample[i] & _UNSUMMED)
-        some: Any = (None, None)
-        if unsummed.size and partial is not None:
-            some = unsummed, partial.reshape(samples, 2, n, 3)[i].view(PARTIAL)[..., 0]
-        uncertified.finish_backward(_sample(call, i), rows, columns[i], *some)
-
-
-def _sample(call: Any, i: int) -> Any:
-    return call if call.samples == 1 else sample(call, i)
-
-
-def _as_matrix(array: Array) -> Array:
-    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
+    if of_dx is not None:
+        uncertified.write_dx(call, np.flatnonzero(marks))
+    if partial is None:
+        return
+    parts = partial.reshape(samples, 2, n, 3).view(PARTIAL)[..., 0]
+    unsummed = marks.reshape(samples, -1) & _UNSUMMED != 0
+    asked = columns.reshape(samples, 2, n) != 0
+    for i in np.flatnonzero(unsummed.any(axis=1) | asked.any(axis=(1, 2))).tolist():
+        uncertified.finish_sums(sample(call, i), asked[i], np.flatnonzero(unsummed[i]), parts[i])
 
 
 _core.prepare(

@@ -1,87 +1,64 @@
 """
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once; everything else copies them.
 
-Samples are taken apart here, and residuals added. `blocks` does the rest by `equations`, and `uncertified` does rows
-that are out of range, and with rounding="nearest" all, with integers.
+`blocks` does a call by `equations`, and `uncertified` does rows that are out of range, and with rounding="nearest" all,
+with integers.
 """
+
+from typing import Any
 
 import numpy as np
 
-from stablenorm.call import Backward, Forward, change, sample
+from stablenorm.call import Backward, Forward, of_rows
 from stablenorm.reference import blocks, uncertified
-from stablenorm.reference.blocks import SMALLEST, exceeds_range
+from stablenorm.reference.blocks import double_backward, jvp
+from stablenorm.reference.doubledouble import PARTIAL
 from stablenorm.reference.equations import project
-from stablenorm.reference.partial import PARTIAL
-from stablenorm.reference.tangents import double_backward, jvp
-from stablenorm.types import Array, Statistics, joined
+from stablenorm.types import Statistics
 
 __all__ = ["backward", "double_backward", "forward", "jvp", "project"]
 
 
 def forward(call: Forward) -> Statistics:
-    """Do a forward: write y, and return the statistics."""
-    if call.samples > 1:
-        return joined([forward(sample(call, i)) for i in range(call.samples)])
+    """Do a forward of one sample: write y, and return the statistics."""
     if call.residual is not None:
         blocks.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
-    every = _needs_integers(call, call.norm.beta)
+    every = blocks.needs_integers(call, call.norm.beta)
     kept = blocks.forward(call._replace(y=None) if every else call)
-    rows = np.arange(len(call.x))
-    if not every:
-        low = kept.rstd_lo
-        rows = rows[:0] if low is None else np.flatnonzero(np.isnan(low) & ~np.isnan(kept.rstd))
-    uncertified.finish_forward(call, rows, kept)
+    uncertified.finish_forward(call, np.flatnonzero(kept.out_of_range | every), kept)
     return kept
 
 
 def backward(call: Backward) -> None:
-    """Do a backward: write the gradients that are wanted."""
-    if call.samples > 1:
-        for i in range(call.samples):
-            backward(sample(call, i))
-        return
+    """Do a backward of one sample: write the gradients that are wanted."""
     sums, n = (call.dgamma, call.dbeta), call.x.shape[1]
     if call.sums == "exact":
         for k, result in enumerate(sums):
             columns = np.flatnonzero(() if result is None else result != 0)
             for j, total in uncertified.exact_sums(call, k, columns):
-                result[j] = result[j] + total
+                result[j] += total
         return
-    if _needs_integers(call):
-        uncertified.finish_backward(call, np.arange(len(call.x)), np.ones((2, n), bool))
-        return
-    out = blocks.out_of_range(call)
-    if not out.any():
-        blocks.backward(call)
-        return
-    inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
-    some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
-    is_partial = call.sums == "pairs"
-    partial = [
-        each if each is None or is_partial else np.zeros(each.shape, PARTIAL) for each in sums
-    ]
-    blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
+    every, rows = blocks.needs_integers(call), np.arange(len(call.x))
+    partial: Any = sums
+    if not every:
+        out = blocks.out_of_range(call)
+        if not out.any():
+            blocks.backward(call)
+            return
+        inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
+        some = of_rows(call, inside)
+        if call.sums == "rounded":
+            partial = [None if each is None else np.zeros(n, PARTIAL) for each in sums]
+        blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
+        if call.dx is not None:
+            call.dx[inside] = some.dx
+    unsummed = rows[:0] if every else rows
+    uncertified.finish_sums(call, np.full((2, n), every), unsummed, partial)
     if call.dx is not None:
-        call.dx[inside] = some.dx
-    uncertified.finish_backward(call, rows, None, rows, partial)
+        uncertified.write_dx(call, rows)
 
 
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
-    """Return the unit of rows in which a call may be cut into blocks: 1."""
-    return 1
-
-
-def _needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:
-    """Tell whether integers do all rows: with rounding="nearest", or if gamma or beta is out of range."""
-    norm = call.norm
-    if norm.rounding == "nearest":
-        return True
-    if call.x.dtype == np.float64:
-        gamma = norm.gamma
-        if gamma is not None and norm.gamma_offset:
-            gamma = gamma.astype(np.float64) + norm.gamma_offset
-        return exceeds_range(gamma, least=SMALLEST) or exceeds_range(beta)
-    # float64 holds the products of narrower numbers, and leaves their infinities as they are.
-    some = (each for each in (norm.gamma, beta) if each is not None and each.dtype == np.float64)
-    return exceeds_range(*some)
+    """Return the unit of rows in which a call may be cut into blocks: all, since the order of the sums depends on them."""
+    return rows

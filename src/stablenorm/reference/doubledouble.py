@@ -12,6 +12,9 @@ and Popescu, ACM TOMS 44 (2017) 15.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +71,13 @@ class Pair:
         value = np.asarray(value, dtype=np.float64)
         return cls(value, np.zeros_like(value))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.hi.shape
+
+    def __getitem__(self, index: Any) -> Pair:
+        return Pair(self.hi[index], self.lo[index])
+
     def __neg__(self) -> Pair:
         return Pair(-self.hi, -self.lo)
 
@@ -84,42 +94,7 @@ class Pair:
         hi, error = two_prod(self.hi, other.hi)
         return Pair(*_fast_two_sum(hi, error + (self.hi * other.lo + self.lo * other.hi)))
 
-    def __getitem__(self, index: Any) -> Pair:
-        return Pair(self.hi[index], self.lo[index])
-
-    def mean(self, count: Any = None) -> Pair:
-        """
-        Average over the last axis, kept as an axis of length 1, by a tree of fixed shape.
-
-        `count` is the number of elements, or, one for each row, of those that may not be 0.
-        """
-        return self._sum(axis=-1).divided(self.hi.shape[-1] if count is None else count)
-
-    def sum_rows(self) -> Pair:
-        """Sum over the first axis, kept as an axis of length 1, by a tree of fixed shape."""
-        total = self._sum(axis=0)
-        # The sum of one row is a view of that row, of dy: dx may be written over it.
-        return Pair(total.hi.copy(), total.lo)
-
-    def _sum(self, axis: int) -> Pair:
-        total = self
-        while (width := total.hi.shape[axis]) > 1:
-            half = (width + 1) // 2
-            first, second, rest = (
-                (slice(None),) * (axis % total.hi.ndim) + (part,)
-                for part in (slice(width - half), slice(half, None), slice(width - half, half))
-            )
-            pairs = total[first] + total[second]
-            if width % 2:
-                middle = total[rest]
-                pairs = Pair(
-                    np.concatenate([pairs.hi, middle.hi], axis),
-                    np.concatenate([pairs.lo, middle.lo], axis),
-                )
-            total = pairs
-        return total
-
-    def divided(self, count: Any) -> Pair:
+    def __truediv__(self, count: Any) -> Pair:
         """Divide by integers."""
         divisor = np.asarray(count, np.float64)
         quotient = self.hi / divisor
@@ -139,29 +114,120 @@ class Pair:
         none = self.hi == 0
         return Pair(np.where(none, np.inf, root.hi), np.where(none, 0.0, root.lo))
 
-    def round_to(self, dtype: np.dtype[Any]) -> Array:
-        """Round once to `dtype`, given that hi is the sum rounded to float64."""
-        if dtype.type is np.float64:
-            return self.hi
-        # To odd first: where hi is inexact and even, its neighbour beyond lo.
-        even = (self.hi.view(np.uint64) & np.uint64(1)) == 0
-        inexact = (self.lo != 0) & np.isfinite(self.hi)
-        beyond = np.nextafter(self.hi, np.copysign(np.inf, self.lo))
-        return round_to(np.where(even & inexact, beyond, self.hi), dtype)
+
+def sum_rows(block: Any) -> Any:
+    """Sum the rows of a block, of float64 or pairs, by halves, to one row; no rows to 0."""
+    if not block.shape[0]:
+        return np.zeros((1, 1))
+    while (rows := block.shape[0]) > 1:
+        half = rows // 2
+        total, middle = block[:half] + block[rows - half :], block[half : rows - half]
+        if rows % 2 == 0:
+            block = total
+        elif isinstance(block, Pair):
+            both = ([total.hi, middle.hi], [total.lo, middle.lo])
+            block = Pair(*map(np.concatenate, both))
+        else:
+            block = np.concatenate([total, middle])
+    return block
 
 
-def round_to(value: Array, dtype: np.dtype[Any]) -> Array:
+def round_to(value: Any, dtype: np.dtype[Any]) -> Array:
     """
-    Round float64 `value` once to `dtype`; return `value` itself if that is float64.
+    Round float64 or pairs, whose `hi` is the sum rounded to float64, once to `dtype`; not copied if that is float64.
 
     Two roundings, to float32 and then to bfloat16, go wrong near a midpoint of the latter. Rounding to odd in between
     cures it: an inexact value gets a last bit that is set, and is no midpoint of a type at least two bits narrower
     (Boldo and Melquiond, IEEE Trans. Comput. 57 (2008) 462).
     """
+    if isinstance(value, Pair):
+        high, low = value.hi, value.lo
+        if dtype.type is np.float64:
+            return high
+        # Round to odd first: where `high` is inexact and even, take its neighbour beyond `low`.
+        even = (high.view(np.uint64) & np.uint64(1)) == 0
+        beyond = np.nextafter(high, np.copysign(np.inf, low))
+        value = np.where(even & (low != 0) & np.isfinite(high), beyond, high)
     if dtype == bfloat16:
         # Keep 10 bits, two more than bfloat16 has; float32 holds them.
         lost = np.int64((1 << 43) - 1)
         bits = value.view(np.int64)
         value = ((bits | ((bits & lost) + lost)) & ~lost).view(np.float64)
     # One rounding, in NumPy and in hardware: float64 -> float32 and float64 -> float16.
-    return value.astype(dtype, copy=False)
+    narrow: Array = value.astype(dtype, copy=False)
+    return narrow
+
+
+# ---- partial sums: sums over the rows of parts of x, which callers merge and round once, at the end ----
+
+# A partial sum is `high + low` and differs from the exact sum by at most `error`: 0 if it is exact, NaN if the error is
+# unknown, as for rounding="fast". Merging two counts each rounding: digits that the result cannot hold go into its error.
+# A sum that is not finite may have left the range of float64 only in between: it is uncertified, and asked for as
+# `exact.ExactSum`.
+_WORDS = "high", "low", "error"
+PARTIAL = np.dtype([(name, "f8") for name in _WORDS])
+
+# The last bits of the words of lesser sums may be below the smallest float64.
+_TINY = 2.0**-900
+
+# More than the roundings of the few additions that an error is made of.
+_MORE = 1.0 + 2.0**-50
+
+# More than the 3 * 2**-106 that an addition of pairs takes from its result.
+_OF_SUM = 2.0**-103
+
+
+def as_partial(high: Array, low: Any, error: Any) -> Array:
+    """Return partial sums of these words; `low` and `error` are 0 where `high` is not finite."""
+    total, finite = np.empty(high.shape, PARTIAL), np.isfinite(high)
+    total["high"] = high
+    total["low"], total["error"] = np.where(finite, low, 0.0), np.where(finite, error, 0.0)
+    return total
+
+
+def merged(*parts: Array) -> Array:
+    """
+    Return the sums over the rows of all, arrays of PARTIAL or of exact sums, element by element.
+
+    They are added in their order. A sum that is not finite is as in float64.
+    """
+    with np.errstate(all="ignore"):
+        if parts[0].dtype == object:
+            exact: Array = functools.reduce(operator.add, parts)
+            return exact
+        words: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
+        return as_partial(*functools.reduce(_sum, words))
+
+
+def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
+    """Return the words of a sum."""
+    (high, low, error), (high_b, low_b, error_b) = a, b
+    total, rest = two_sum(high, high_b)
+    low, lower = two_sum(low, low_b)
+    middle, lowest = two_sum(rest, low)
+    high, rest = two_sum(total, middle)
+    # The sum is that of `high`, `rest` and these; a pair has room for two words.
+    lower, lost = two_sum(lower, lowest)
+    low, last = two_sum(rest, lower)
+    error = (error + error_b + (np.abs(lost) + np.abs(last))) * _MORE
+    high, low = two_sum(high, low)
+    # The low word of an infinite sum is NaN, until `as_partial` sees it.
+    return np.where(np.isfinite(total), high, total), low, error
+
+
+def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the sums rounded once to `dtype`, and which of them are uncertified."""
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(total["high"])
+        high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
+        error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
+        value, zero = Pair(high, low), np.zeros_like(high)
+        # 0.0 - error: with -error an exact -0 would stay one.
+        least, most = (round_to(value + Pair(e, zero), dtype) for e in (0.0 - error, error))
+        bits = f"u{dtype.itemsize}"
+        uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
+        uncertified |= (np.abs(high) < _TINY) & (high != 0)
+        least[~finite] = total["high"][~finite]
+        # There is one NaN.
+        least[np.isnan(least)] = np.nan
+        return least, uncertified

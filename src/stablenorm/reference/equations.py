@@ -53,8 +53,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.reference.doubledouble import Pair, round_to
-from stablenorm.types import Array
+from stablenorm.reference.doubledouble import Pair, round_to, sum_rows
 
 FLOAT64 = np.dtype(np.float64)
 
@@ -62,8 +61,11 @@ FLOAT64 = np.dtype(np.float64)
 def row_mean(v: Any, count: Any = None) -> Any:
     """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
     if isinstance(v, Pair):
-        return v.mean(count)
-    return np.add.reduce(v, axis=-1, keepdims=True) / (v.shape[-1] if count is None else count)
+        columns = sum_rows(Pair(v.hi.T, v.lo.T))
+        total: Any = Pair(columns.hi.T, columns.lo.T)
+    else:
+        total = np.add.reduce(v, axis=-1, keepdims=True)
+    return total / (v.shape[-1] if count is None else count)
 
 
 def forward(
@@ -102,7 +104,7 @@ def center(x: Any, kind: str, mean: Callable[[Any], Any]) -> tuple[Any, Any, Any
     """Return x less its row mean, and the mean as a float64 and the rest; RMS norm has no mean."""
     if kind == "rms":
         return x, None, None
-    first = rounded(mean(x), FLOAT64)
+    first = round_to(mean(x), FLOAT64)
     x -= Pair.exactly(first) if isinstance(x, Pair) else first
     # The mean's own rounding is an error that all elements of a row share: the worst of all errors where the spread
     # is near one ulp.
@@ -120,14 +122,6 @@ def restore(x: Any, mean: Any, mean_lo: Any, rstd: Any) -> Any:
     return x
 
 
-# ---- arithmetic: the same words for float64 and for Pair ----
-
-
 def rsqrt(v: Any) -> Any:
     """Return ``v**-0.5``; of infinity NaN, as an infinite element makes all of an RMS norm's row."""
     return v.rsqrt() if isinstance(v, Pair) else 1.0 / np.sqrt(v) + (v - v)
-
-
-def rounded(v: Any, dtype: np.dtype[Any]) -> Array:
-    """Round once to `dtype`."""
-    return v.round_to(dtype) if isinstance(v, Pair) else round_to(v, dtype)

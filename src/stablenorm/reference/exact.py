@@ -21,11 +21,12 @@ Math. Soc. 15 (1940) 3). So the merged sum is rational, and compared exactly, or
 tie: more bits decide it.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from operator import lshift, mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -63,7 +64,16 @@ def root_of(radicand: int, bits: int = _BITS) -> Root:
     return Root(radicand, bits, floor, whole if whole * whole == radicand else 0)
 
 
+_ONE = root_of(1)
+
+
 # ---- float64 numbers as integers ----
+
+
+def split(values: Any) -> tuple[Array, Array]:
+    """Return the finite values and the others, zeros in the places of each other."""
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
 
 
 def integers_of(values: Array) -> tuple[list[int], int]:
@@ -100,7 +110,6 @@ class Row:
         self.radicand = (self.n * squares - self.total**2) << 2 * self.shift
         self.radicand += self.n**2 * numerator << max(t - 2 * self.q, 0)
         if not keep:
-            # Drop the integers: for many rows they would fill the memory.
             self.integers = []
 
 
@@ -110,8 +119,8 @@ class Row:
 def statistics(row: Row) -> tuple[float, float]:
     """Return the mean, 0 of RMS norm, and rstd of a row, each rounded once to float64."""
     form = format_of(np.dtype(np.float64))
-    mean = nearest(0, [(row.total, root_of(row.n**2))], row.scale, form)
-    return mean, nearest(0, [(row.n, root_of(row.radicand))], -row.q, form)
+    mean = nearest([(row.total, root_of(row.n**2))], row.scale, form)
+    return mean, nearest([(row.n, root_of(row.radicand))], -row.q, form)
 
 
 def signs(row: Row) -> Array:
@@ -181,8 +190,8 @@ def _rounded(
         if not more and not root.whole:
             value = _round(numbers[j] - error, numbers[j] + error, least, form)
         if value is None:
-            terms = [(factors[j] << unit - lowest, root), *others]
-            value = nearest(offsets[j] << place - lowest, terms, lowest, form)
+            terms = (offsets[j] << place - lowest, _ONE), (factors[j] << unit - lowest, root)
+            value = nearest([*terms, *others], lowest, form)
         result[j] = value
     return result.astype(dtype)
 
@@ -201,22 +210,22 @@ def _floats(numbers: list[int], error: int, unit: int) -> Array:
     return np.where((low == high) & (np.abs(result) >= 2.0**-1022), result, np.nan)
 
 
-def nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
-    """Round the sum of `offset` and `terms`, times ``2**unit``, to a format."""
+def nearest(terms: Sequence[Term], unit: int, form: Format) -> float:
+    """Round the sum of `terms`, times ``2**unit``, to a format."""
     bits, merged = _BITS, None
-    while (value := _round(*_enclosed(offset, terms, unit), form)) is None:
+    while (value := _round(*_enclosed(terms, unit), form)) is None:
         if merged is None:
-            offset, merged, unit = _merged(offset, terms, unit)
+            merged, unit = _merged(terms, unit)
         else:
             bits *= 2
         terms = [(factor, root_of(radicand, bits)) for factor, radicand in merged]
     return value
 
 
-def _enclosed(offset: int, terms: Sequence[Term], unit: int) -> tuple[int, int, int]:
+def _enclosed(terms: Sequence[Term], unit: int) -> tuple[int, int, int]:
     """Return integers below and above the sum, the same where it is exact, and their unit."""
-    bits = max([root.bits for _, root in terms]) if terms else 0
-    low = high = offset << bits
+    bits = max((root.bits for _, root in terms), default=0)
+    low = high = 0
     for factor, (_, places, floor, whole) in terms:
         if whole:
             least, rest = divmod(factor << places, whole)
@@ -255,11 +264,9 @@ def _round(low: int, high: int, unit: int, form: Format) -> float | None:
     return -value if negative else value
 
 
-def _merged(
-    offset: int, terms: Sequence[Term], unit: int
-) -> tuple[int, list[tuple[int, int]], int]:
-    """Return the sum with its dyadic part in the offset, and with independent radicands."""
-    rational = Fraction(offset)
+def _merged(terms: Sequence[Term], unit: int) -> tuple[list[tuple[int, int]], int]:
+    """Return factors and independent radicands of the sum, 1 of its rational part if that is dyadic; and their unit."""
+    rational = Fraction(0)
     kinds: dict[tuple[int, ...], dict[int, Fraction]] = {}
     for factor, (radicand, _, _, whole) in terms:
         if whole:
@@ -280,12 +287,15 @@ def _merged(
         for radicand, factor in alike.items()
         if factor
     ]
-    offset, divisor = rational.as_integer_ratio()
+    whole, divisor = rational.as_integer_ratio()
     if divisor & (divisor - 1):
         # A rational that is not dyadic is no tie either.
-        return 0, [*merged, (offset, divisor**2)], unit
+        return [*merged, (whole, divisor**2)], unit
     places = divisor.bit_length() - 1
-    return offset, [(factor << places, radicand) for factor, radicand in merged], unit - places
+    return [
+        (whole, 1),
+        *((factor << places, radicand) for factor, radicand in merged),
+    ], unit - places
 
 
 def _kind(radicand: int) -> tuple[int, ...]:
@@ -297,3 +307,82 @@ def _kind(radicand: int) -> tuple[int, ...]:
         # Euler's criterion: 1 of squares modulo p, p - 1 of others.
         residues.append(pow(radicand, p // 2, p))
     return tuple(residues)
+
+
+# ---- sums over rows ----
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExactSum:
+    """
+    A sum over rows: ``2**unit`` times the sum of each factor over the square root of its radicand.
+
+    `terms` maps radicands to factors. `extended` is 0, or what infinities and NaN add up to. Sums over different rows can
+    be added.
+    """
+
+    unit: int
+    terms: dict[int, int]
+    extended: float = 0.0
+
+    @classmethod
+    def of_numbers(cls, values: Array) -> Self:
+        """Return the sum of float64 numbers, dbeta."""
+        finite, extended = split(values)
+        integers, unit = integers_of(finite)
+        return cls(unit, {1: sum(integers)}, float(extended.sum()))
+
+    @classmethod
+    def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
+        """Return dgamma of one column of some rows."""
+        finite, odd = split(dy)
+        (factors, exponent), (values, scale) = integers_of(finite), integers_of(x)
+        shifts = [exponent + row.shift for row in rows]
+        unit, extended = min(shifts, default=0), 0.0
+        # Rows of the same numbers have the same root.
+        terms: dict[int, int] = {}
+        every = zip(factors, values, rows, shifts, odd.tolist(), strict=True)
+        for factor, value, row, shift, infinite in every:
+            places = scale - row.scale
+            integer = value << places if places >= 0 else value >> -places
+            centered = row.n * integer - row.total
+            if infinite:
+                extended += infinite * ((centered > 0) - (centered < 0))
+            elif term := factor * centered << shift - unit:
+                terms[row.radicand] = terms.get(row.radicand, 0) + term
+        return cls(unit, terms, extended)
+
+    def __add__(self, other: "ExactSum") -> "ExactSum":
+        unit, terms = min(self.unit, other.unit), dict[int, int]()
+        for part in (self, other):
+            for radicand, factor in part.terms.items():
+                terms[radicand] = terms.get(radicand, 0) + (factor << part.unit - unit)
+        return ExactSum(unit, terms, self.extended + other.extended)
+
+    def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
+        """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
+        if self.extended:
+            # There is one NaN.
+            return math.nan if math.isnan(self.extended) else self.extended
+        terms = []
+        for radicand, factor in self.terms.items():
+            if factor:
+                roots[radicand] = root = roots.get(radicand) or root_of(radicand)
+                terms.append((factor, root))
+        return nearest(terms, self.unit, format_of(dtype))
+
+
+NOTHING: Any = ExactSum(0, {})
+
+
+def decided(values: Array, exact: Iterable[tuple[Any, ExactSum]]) -> Array:
+    """Return rounded sums, but at some places exact ones, rounded."""
+    result, roots = values.copy(), dict[int, Root]()
+    for place, total in exact:
+        result[place] = total.rounded(values.dtype, roots)
+    return result
+
+
+def with_exact(values: Array, exact: Array) -> Array:
+    """Return rounded sums, but those that have an exact sum, not 0, by that."""
+    return decided(values, ((place, exact[place]) for place in zip(*exact.nonzero(), strict=True)))
