@@ -5,7 +5,7 @@ import math
 import os
 import secrets
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,16 @@ def quantity(value: float, unit: str) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """Write a shape as a product; that of a number, which has no axes, as "()"."""
     return " x ".join(map(str, shape)) or "()"
+
+
+def described(result: Any) -> str:
+    """Say what a function returned."""
+    kind = type(result).__name__
+    if isinstance(result, np.ndarray):
+        return f"one array of shape {shape_text(result.shape)}"
+    if isinstance(result, Mapping):
+        return f"{kind} of {', '.join(map(str, result))}"
+    return f"{kind} of {len(result)}" if isinstance(result, (tuple, list)) else kind
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

@@ -1,6 +1,6 @@
 """Call the functions under test safely, and measure what they return."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.formats import check_dtype, format_of
-from stablenorm.text import shape_text
+from stablenorm.text import described, shape_text
 from stablenorm.types import Array
 
 Given = dict[str, Array | None]
@@ -92,16 +92,6 @@ class Operation:
             self.overwritten = "results are overwritten by the next call; copy what is to be kept"
         self._latest[name] = result, result.copy()
         return self._latest[name][1]
-
-
-def described(result: Any) -> str:
-    """Say what a function returned."""
-    kind = type(result).__name__
-    if isinstance(result, np.ndarray):
-        return f"one array of shape {shape_text(result.shape)}"
-    if isinstance(result, Mapping):
-        return f"{kind} of {', '.join(map(str, result))}"
-    return f"{kind} of {len(result)}" if isinstance(result, (tuple, list)) else kind
 
 
 def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.operation import FaultError, described
+from stablenorm.check.operation import FaultError
+from stablenorm.text import described
 
 Function = Callable[..., Any]
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
@@ -32,14 +33,6 @@ _GRADIENTS = {
 def key_of(name: object) -> str:
     """Return the name as it is compared: underscores and capitals are a matter of taste."""
     return str(name).replace("_", "").lower()
-
-
-def usual_names(way: str, kind: str | None) -> list[str]:
-    """Return what a forward or backward of a norm is called; of any kind, the kinds that say so first."""
-    short, last = f"{way[0]}wd", {"forward": "layernorm", "backward": "layernormgrad"}[way]
-    layer = [f"layernorm{way}", f"ln{way}", f"layernorm{short}", way, last, f"ln{short}"]
-    rms = [name.replace("layer", "rms").replace("ln", "rms") for name in layer]
-    return {"layer": layer, "rms": rms, None: [*layer[:3], *rms[:3], *layer, *rms]}[kind]
 
 
 def role_of(name: object) -> str:

@@ -84,7 +84,7 @@ class UserFile:
         public = {n: v for n, v in self._names.items() if n[0] != "_" and callable(v)}
         functions = [name for name, value in public.items() if not inspect.isclass(value)]
         spelled = {key_of(name): name for name in functions}
-        usual = (spelled[key] for key in roles.usual_names(way, kind) if key in spelled)
+        usual = (spelled[key] for key in _usual_names(way, kind) if key in spelled)
         name = given or next(usual, "")
         if callable(self._names.get(name)):
             return name, self._names[name]
@@ -115,6 +115,18 @@ class UserFile:
                 place += "; put what is not to be run under if __name__ == '__main__':"
             msg = " ".join(filter(None, (f"{type(error).__name__}:", text, f"at {place}")))
             raise FaultError(msg, raised=True) from None
+
+
+def _usual_names(way: str, kind: str | None) -> list[str]:
+    """Return what a forward or backward of a norm is called; first the names that say of which kind."""
+    kinds = {"layer": ("layernorm", "ln"), "rms": ("rmsnorm", "rms")}
+    norms = [name for each in kinds for name in kinds[each] if kind in (each, None)]
+    usual = way, f"{way[0]}wd"
+    # A plain `layer_norm` is a forward, mostly; `rms` is seldom one.
+    last = [name for name in norms if "norm" in name]
+    if way == "backward":
+        last = [name + end for name in norms for end in ("grad", "vjp")]
+    return [*(name + end for end in usual for name in norms), *usual, *last]
 
 
 class Norm(NamedTuple):
