@@ -74,8 +74,11 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
             returned = (dx, *others)
     if isinstance(returned, np.ndarray) and not takes:
         returned = (returned,)
-    if isinstance(returned, (tuple, list)) and len(returned) == 1 + len(takes):
-        return dict(zip(("x", *takes), returned, strict=True))
+    if isinstance(returned, (tuple, list)):
+        # Some return all three: None for what is not there.
+        for names in (("x", *takes), ARGUMENTS[:3]):
+            if len(returned) == len(names):
+                return dict(zip(names, returned, strict=True))
     return {}
 
 
@@ -120,7 +123,10 @@ def adapt(
         y, *kept = result if isinstance(result, (tuple, list)) else (result,)
         if is_usual and kept:
             return y, kept[0] if len(kept) == 1 else tuple(kept)
-        if is_usual or len(kept) < len(results):
+        if len(results) > 1 and len(kept) == 1 and isinstance(kept[0], (tuple, list)):
+            kept = kept[0]
+        # One of more results might be the wrong one. A backward that takes none makes its own.
+        if is_usual or (results and len(kept) != len(results)):
             wanted = f"y and the {len(results)} that the backward takes of it"
             wanted = "(y, cache)" if is_usual else wanted
             msg = f"the forward must return {wanted}, got {described(result)}"
