@@ -6,7 +6,7 @@ import os
 import secrets
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,9 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
-    names = getattr(value, "_fields", ())
-    if is_dataclass(value):
-        names = tuple(field.name for field in fields(value))
-    if names:
-        names += ("z",) if hasattr(value, "z") else ()
-        value = {name: getattr(value, name) for name in names}
+    if is_dataclass(value) or hasattr(value, "_asdict"):
+        held = vars(value) if is_dataclass(value) else value._asdict()
+        value = held | ({"z": value.z} if hasattr(value, "z") else {})
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -97,10 +97,7 @@ def in_order(
 def adapt(
     forward: Function, backward: Function, *, is_strict: bool = False
 ) -> tuple[Function, Function, tuple[str, ...]]:
-    """Return forward(x, gamma, beta, eps), backward(dy, cache) and the parameters; or ValueError says why not.
-
-    If strict, None for the gradient of a parameter is a fault. Otherwise it is not to be checked.
-    """
+    """Return forward(x, gamma, beta, eps), backward(dy, cache) and the parameters, or say why not."""
     held = parameters(forward)
     # The first of several names for one role: a `scale` beside gamma, say, has a default of its own.
     names = {role: name for name in reversed(held) if (role := role_of(name))}
@@ -124,7 +121,7 @@ def adapt(
         if is_usual and kept:
             return y, kept[0] if len(kept) == 1 else tuple(kept)
         if len(results) > 1 and len(kept) == 1 and isinstance(kept[0], (tuple, list)):
-            kept = kept[0]
+            kept = [*kept[0]]
         # One of more results might be the wrong one. A backward that takes none makes its own.
         if is_usual or (results and len(kept) != len(results)):
             wanted = f"y and the {len(results)} that the backward takes of it"
@@ -135,6 +132,7 @@ def adapt(
 
     def pull(dy: Any, cache: Any) -> list[Any]:
         returned = call_backward(dy=dy, **({"cache": cache} if is_usual else cache))
+        # Otherwise, None stands for a gradient that is not to be checked.
         required = ("x", *takes) if is_strict else ("x",)
         return in_order(gradients_by_role(returned, takes), takes, returned, required)
 

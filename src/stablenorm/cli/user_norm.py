@@ -81,12 +81,12 @@ class UserFile:
 
     def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
         """Return the function of the name given, or the forward or backward of a usual name."""
-        public = {n: v for n, v in self._names.items() if n[0] != "_" and callable(v)}
-        functions = [name for name, value in public.items() if not inspect.isclass(value)]
+        callables = [name for name, value in self._names.items() if callable(value)]
+        functions = [n for n in callables if n[0] != "_" and not inspect.isclass(self._names[n])]
         spelled = {key_of(name): name for name in functions}
         usual = (spelled[key] for key in _usual_names(way, kind) if key in spelled)
         name = given or next(usual, "")
-        if callable(self._names.get(name)):
+        if name in callables:
             return name, self._names[name]
         held = ", ".join(functions) or "no functions"
         if self.classes:
