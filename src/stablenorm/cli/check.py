@@ -27,7 +27,8 @@ dict. An eps fixed inside the forward is found, and said.
 A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
 members of params, there from the start or after the first forward; their
 gradients are returned, or stored in attributes (dgamma, grad_weight,
-gamma.grad, ...) or in grads. Its forward may take gamma and beta with x.
+gamma.grad, ...) or in grads. Its forward, or __call__, may take gamma and beta
+with x.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you
 trust.
