@@ -97,8 +97,8 @@ def layer_norm_grad(g, x, gamma, eps=1e-5):
     "results of the forward": """
 def layer_norm_forward(x, weight, bias, eps):
     y, (xhat, rstd, _) = norm(x, weight, bias, eps)
-    return y, xhat, rstd
-def layer_norm_backward(grad_out, inp, normalized, r, weight):
+    return y, (xhat, rstd)
+def layer_norm_vjp(grad_out, inp, normalized, r, weight):
     return grads(grad_out, normalized, r, weight)
 """,
     "side effects at import": """
@@ -123,7 +123,7 @@ class {name}:
     {slots}
     def __init__(self, {made_of}):
         {make}
-    def forward{way}(self, {x}):
+    def {forward}{way}(self, {x}):
         {first}
         self.held = stats({x[0]}, {eps})
         return {gamma} * self.held[0] + {beta}{beside}
@@ -136,7 +136,7 @@ class {name}:
 ATTRIBUTES = "self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps"
 WORDS = {
     "head": "", "name": "LayerNorm", "slots": "", "made_of": "n, eps=1e-5", "make": ATTRIBUTES,
-    "way": "", "x": "x", "first": "", "eps": "self.eps", "gamma": "self.gamma", "beta": "self.beta",
+    "forward": "forward", "way": "", "x": "x", "first": "", "eps": "self.eps", "gamma": "self.gamma", "beta": "self.beta",
     "beside": "", "takes": "dy", "dy": "dy", "held": "self.held", "returned": "dx",
     "store": "self.dgamma, self.dbeta = dgamma, dbeta",
 }  # fmt: skip
@@ -210,7 +210,7 @@ CLASSES = {
         "beside": ", *self.held", "takes": "cache, dy", "held": "cache",
         "store": "", "returned": "dx, {'weight': dgamma, 'bias': dbeta}"},
     "a cache and a rate with defaults": {"takes": "dy, cache=None, rate=0.1"},
-    "a rate by name": {"takes": "dy, *, rate", "store": "", "returned": "dx, [dgamma, dbeta]"},
+    "called, a rate by name": {"forward": "__call__", "takes": "dy, *, rate", "store": "", "returned": "dx, [dgamma, dbeta]"},
     "parameters with x, below an abstract layer": {
         "head": "class Layer:\n    def forward(self, x): 1 / 0\n    def backward(self, dy): 1 / 0",
         "name": "Norm(Layer)", "made_of": "", "make": "pass", "x": "x, w, b, eps=1e-5", "eps": "eps",
@@ -339,9 +339,9 @@ NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, mean, rstd): ..."
             "must take (dy, cache), or dy, x and more by name, got layer_norm_backward(dy, m",
         ),
         (
-            f"{FORWARD}return x\ndef layer_norm_backward(dy, x, mean): ...",
+            f"{FORWARD}return x, x, x\ndef layer_norm_backward(dy, x, rstd): ...",
             "",
-            "y and the 1 that the",
+            "y and the 1 that the backward takes of it, got tuple of 3",
         ),
         (f"def f(*args): 0{BACKWARD}0", "--forward f", "must take (x, gamma, beta, eps), got f(*a"),
         (f"f = max{BACKWARD}pass", "--forward f", "no signature found for builtin"),

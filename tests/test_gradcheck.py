@@ -274,7 +274,7 @@ FAULTS = [
     # Homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
     # Functions that are no forward at all.
-    (np.sin, cosine, "returns", "forward must return (y, cache), got ndarray"),
+    (np.sin, cosine, "returns", "forward must return (y, cache), got one array"),
     (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
     (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
     (lambda x: ([x, [1]], x), cosine, "returns", "y that forward returns"),
@@ -286,7 +286,7 @@ FAULTS = [
     (sine, fail, "x", "backward raised RuntimeError: no luck"),
     (sine, lambda *_: None, "x", "got NoneType"),
     (sine, lambda dy, x: {"x": dy * np.cos(x)}, "x", "got dict"),
-    (sine, lambda dy, x: cosine(dy, x) * 2, "x", "must return 1 gradients, one for each argument, got 2"),
+    (sine, lambda dy, x: cosine(dy, x) * 2, "x", "1 gradients, one for each argument, got tuple of 2"),
     (sine, lambda dy, x: (dy[0] * np.cos(x[0]),), "x", "the gradient must have shape 3 x 4, got 4"),
     (sine, lambda dy, _: (dy * np.nan,), "x", "must be finite, got nan at (0, 0) (12 such)"),
     (sine, lambda *_: ("no",), "x", "must be float16"),

@@ -5,8 +5,8 @@ import math
 import os
 import secrets
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ def quantity(value: float, unit: str) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """Write a shape as a product; that of a number, which has no axes, as "()"."""
     return " x ".join(map(str, shape)) or "()"
+
+
+def described(result: Any) -> str:
+    """Say what a function returned."""
+    kind = type(result).__name__
+    if isinstance(result, np.ndarray):
+        return f"one array of shape {shape_text(result.shape)}"
+    if isinstance(result, Mapping):
+        return f"{kind} of {', '.join(map(str, result))}"
+    return f"{kind} of {len(result)}" if isinstance(result, (tuple, list)) else kind
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -58,12 +68,9 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
-    names = getattr(value, "_fields", ())
-    if is_dataclass(value):
-        names = tuple(field.name for field in fields(value))
-    if names:
-        names += ("z",) if hasattr(value, "z") else ()
-        value = {name: getattr(value, name) for name in names}
+    if is_dataclass(value) or hasattr(value, "_asdict"):
+        held = vars(value) if is_dataclass(value) else value._asdict()
+        value = held | ({"z": value.z} if hasattr(value, "z") else {})
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.formats import check_dtype, format_of
-from stablenorm.text import shape_text
+from stablenorm.text import described, shape_text
 from stablenorm.types import Array
 
 Given = dict[str, Array | None]
@@ -44,9 +44,8 @@ class Operation:
         # A function that modifies its arguments must not reach the next call.
         own = self._given = {name: None if a is None else a.copy() for name, a in args.items()}
         result = self._watched("forward", self._forward, [*own.items()], *own.values(), *eps)
-        many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
-        if many != " of 2":
-            msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            msg = f"the forward must return (y, cache), got {described(result)}"
             raise FaultError(msg)
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
@@ -55,30 +54,31 @@ class Operation:
         self.backward_calls += 1
         held = [("dy", dy), *self._given.items(), ("the cache", cache)]
         returned = self._watched("backward", self._backward, held, dy, cache)
-        wanted, came = "a tuple, NamedTuple or list of gradients", type(returned).__name__
-        if isinstance(returned, (tuple, list)):
-            if len(returned) == len(self._given):
-                both = zip(self._given, returned, strict=True)
-                return {name: self._copied(f"d{name}", each) for name, each in both}
-            wanted = f"{len(self._given)} gradients, one for each argument"
-            came = f"{len(returned)}"
-        msg = f"backward must return {wanted}, got {came}"
+        if isinstance(returned, (tuple, list)) and len(returned) == len(self._given):
+            both = zip(self._given, returned, strict=True)
+            return {name: self._copied(f"d{name}", each) for name, each in both}
+        wanted = f"a tuple or list of {len(self._given)} gradients, one for each argument"
+        msg = f"the backward must return {wanted}, got {described(returned)}"
         raise FaultError(msg)
 
     def _watched(self, way: str, function: Any, held: list[tuple[str, Any]], *args: Any) -> Any:
         """Call a function, and remember which of the arrays that it can reach it modifies."""
         before = [(name, a, a.tobytes()) for name, each in held for a in leaves(each)]
+        said = ""
         try:
             # Squares may overflow and roots have no value: that is looked at, not warned of.
             with np.errstate(all="ignore"):
                 result = function(*args)
+        except FaultError as fault:
+            # An adapter has put it into words already.
+            if not fault.raised:
+                raise
+            said = str(fault)
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             # 160 characters, with the words before them, are two lines of a terminal.
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            # One that an adapter has put into words already.
-            said = str(error) if isinstance(error, FaultError) else said
-            msg = f"{way} raised {said}".removesuffix(": ")
-            raise FaultError(msg, raised=True) from None
+        if said:
+            raise FaultError(f"{way} raised {said}".removesuffix(": "), raised=True)
         if changed := dict.fromkeys(name for name, a, old in before if a.tobytes() != old):
             self.modified[way] = f"the {way} modifies {', '.join(changed)}"
         return result

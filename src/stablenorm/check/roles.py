@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.operation import FaultError
+from stablenorm.text import described
 
 Function = Callable[..., Any]
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
@@ -32,14 +33,6 @@ _GRADIENTS = {
 def key_of(name: object) -> str:
     """Return the name as it is compared: underscores and capitals are a matter of taste."""
     return str(name).replace("_", "").lower()
-
-
-def usual_names(way: str, kind: str | None) -> list[str]:
-    """Return what a forward or backward of a norm is called; of any kind, the kinds that say so first."""
-    short, last = f"{way[0]}wd", {"forward": "layernorm", "backward": "layernormgrad"}[way]
-    layer = [f"layernorm{way}", f"ln{way}", f"layernorm{short}", way, last, f"ln{short}"]
-    rms = [name.replace("layer", "rms").replace("ln", "rms") for name in layer]
-    return {"layer": layer, "rms": rms, None: [*layer[:3], *rms[:3], *layer, *rms]}[kind]
 
 
 def role_of(name: object) -> str:
@@ -81,12 +74,29 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
             returned = (dx, *others)
     if isinstance(returned, np.ndarray) and not takes:
         returned = (returned,)
-    if isinstance(returned, (tuple, list)) and len(returned) == 1 + len(takes):
-        return dict(zip(("x", *takes), returned, strict=True))
+    if isinstance(returned, (tuple, list)):
+        # Some return all three: None for what is not there.
+        for names in (("x", *takes), ARGUMENTS[:3]):
+            if len(returned) == len(names):
+                return dict(zip(names, returned, strict=True))
     return {}
 
 
-def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tuple[str, ...]]:
+def in_order(
+    found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str] = ("x",)
+) -> list[Any]:
+    """Return dx, dgamma and dbeta, or FaultError if a required one is missing."""
+    if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
+        wanted = ", ".join(f"d{role}" for role in ("x", *takes))
+        msg = f"the backward must return {wanted}, got {described(returned)}"
+        msg += f": no {missing}" * bool(found)
+        raise FaultError(msg)
+    return [found.get(role) for role in ARGUMENTS[:3]]
+
+
+def adapt(
+    forward: Function, backward: Function, *, is_strict: bool = False
+) -> tuple[Function, Function, tuple[str, ...]]:
     """Return forward(x, gamma, beta, eps), backward(dy, cache) and the parameters, or say why not."""
     held = parameters(forward)
     # The first of several names for one role: a `scale` beside gamma, say, has a default of its own.
@@ -103,23 +113,28 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tu
     takes = tuple(role for role in PARAMETERS if role in names)
     is_usual, results = "cache" in order, [role for role in order if role.isdigit()]
 
-    def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
+    def call(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         settings = dict.fromkeys(NAMES["eps"], eps)
         given = {"x": x, "gamma": gamma, "beta": beta, "eps": eps, "settings": settings}
         result = call_forward(**given)
-        is_many = isinstance(result, (tuple, list)) and len(result) > 2
-        if is_usual:
-            return (result[0], tuple(result[1:])) if is_many else result
         y, *kept = result if isinstance(result, (tuple, list)) else (result,)
-        if len(kept) < len(results):
-            msg = f"the forward must return y and the {len(results)} that the backward takes of it, got {len(kept)}"
+        if is_usual and kept:
+            return y, kept[0] if len(kept) == 1 else tuple(kept)
+        if len(results) > 1 and len(kept) == 1 and isinstance(kept[0], (tuple, list)):
+            kept = [*kept[0]]
+        # One of more results might be the wrong one. A backward that takes none makes its own.
+        if is_usual or (results and len(kept) != len(results)):
+            wanted = f"y and the {len(results)} that the backward takes of it"
+            wanted = "(y, cache)" if is_usual else wanted
+            msg = f"the forward must return {wanted}, got {described(result)}"
             raise FaultError(msg)
         return y, given | dict(zip(results, kept, strict=False))
 
-    def pull(dy: Any, cache: Any) -> Any:
+    def pull(dy: Any, cache: Any) -> list[Any]:
         returned = call_backward(dy=dy, **({"cache": cache} if is_usual else cache))
-        found = gradients_by_role(returned, takes)
-        return [found.get(role) for role in ARGUMENTS[:3]] if "x" in found else returned
+        # Otherwise, None stands for a gradient that is not to be checked.
+        required = ("x", *takes) if is_strict else ("x",)
+        return in_order(gradients_by_role(returned, takes), takes, returned, required)
 
     return call, pull, takes
 

@@ -27,7 +27,8 @@ dict. An eps fixed inside the forward is found, and said.
 A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
 members of params, there from the start or after the first forward; their
 gradients are returned, or stored in attributes (dgamma, grad_weight,
-gamma.grad, ...) or in grads. Its forward may take gamma and beta with x.
+gamma.grad, ...) or in grads. Its forward, or __call__, may take gamma and beta
+with x.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you
 trust.
@@ -43,7 +44,6 @@ import math
 import sys
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -154,11 +154,7 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
 
 def _objection(norm: Norm, data: _Data, eps: float) -> str:
     """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
-    returned: Any = norm.forward(*data, eps)
-    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        msg = f"the forward must return y, cache, got {type(returned).__name__}"
-        raise FaultError(msg)
-    y, cache = returned
+    y, cache = norm.forward(*data, eps)
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
     except FaultError as fault:

@@ -239,7 +239,7 @@ def _tell_losses(problem: Problem) -> None:
 
 
 def _tell_gradients(problem: Problem, results: _Results) -> str:
-    """Tell what finite differences, the closed form and identities say, as a check does; return the verdict."""
+    """Tell what finite differences and the closed form say, as a check does; return the verdict."""
     heading = "\nGradient check."
     if not all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
         text = " Not checked: an output overflows, and nothing can be compared."
@@ -253,9 +253,8 @@ def _tell_gradients(problem: Problem, results: _Results) -> str:
     report: GradientReport = check(forward, backward, *arrays, problem.eps, rng=0)
     parts.print_lines("", *str(report).splitlines(), bold=heading)
     parts.print_lines(
-        f"check_{problem.kind}_norm in float64, on some of the rows: finite differences, the closed form "
-        "and identities. Resolution: the smallest relative error that no compared element could have "
-        "hidden."
+        f"check_{problem.kind}_norm in float64, on some of the rows: finite differences and the closed "
+        "form. Resolution: the smallest relative error that no compared element could have hidden."
     )
     return report.verdict
 

@@ -1,7 +1,6 @@
 """A user's file: run once, apart from the terminal; the norm in it, functions or a class, in the usual form."""
 
 import contextlib
-import functools
 import inspect
 import io
 import os
@@ -9,7 +8,7 @@ import runpy
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,12 @@ from stablenorm.check import roles
 from stablenorm.check.operation import FaultError
 from stablenorm.check.roles import ARGUMENTS, NAMES, PARAMETERS, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError, check_file
-from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 # Characters of a message of the user's code: enough to recognize it, with its place, in two lines.
 _LONGEST = 120
 # The methods of a class that is a layer.
-_METHODS = {way: (way, f"{way}_pass") for way in ("forward", "backward")}
+_METHODS = ("forward", "forward_pass", "__call__"), ("backward", "backward_pass")
 # The name that the file runs under: not "__main__", and nobody's module.
 _MODULE = "_checked_by_stablenorm"
 _STREAMS = "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"
@@ -74,8 +72,7 @@ class UserFile:
         self.layers = {
             name: value
             for name, value in self._names.items()
-            if inspect.isclass(value)
-            and all(any(hasattr(value, n) for n in names) for names in _METHODS.values())
+            if inspect.isclass(value) and all(set(names) & set(dir(value)) for names in _METHODS)
         }
         own = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
         # A class that another one is made from is an abstract layer, mostly.
@@ -84,12 +81,12 @@ class UserFile:
 
     def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
         """Return the function of the name given, or the forward or backward of a usual name."""
-        public = {n: v for n, v in self._names.items() if n[0] != "_" and callable(v)}
-        functions = [name for name, value in public.items() if not inspect.isclass(value)]
+        callables = [name for name, value in self._names.items() if callable(value)]
+        functions = [n for n in callables if n[0] != "_" and not inspect.isclass(self._names[n])]
         spelled = {key_of(name): name for name in functions}
-        usual = (spelled[key] for key in roles.usual_names(way, kind) if key in spelled)
+        usual = (spelled[key] for key in _usual_names(way, kind) if key in spelled)
         name = given or next(usual, "")
-        if callable(self._names.get(name)):
+        if name in callables:
             return name, self._names[name]
         held = ", ".join(functions) or "no functions"
         if self.classes:
@@ -97,12 +94,6 @@ class UserFile:
         wanted = given or f"{kind or 'layer'}_norm_{way}"
         msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {held}"
         raise InputError(msg)
-
-    def method(self, instance: Any, way: str) -> Any:
-        """Return the forward or backward of an instance; some must be told that they are in training."""
-        method = next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n))
-        flags = [n for n, needed in roles.parameters(method).items() if needed and "train" in n]
-        return self.told()(partial(method, **dict.fromkeys(flags, True)))
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -126,11 +117,23 @@ class UserFile:
             raise FaultError(msg, raised=True) from None
 
 
+def _usual_names(way: str, kind: str | None) -> list[str]:
+    """Return what a forward or backward of a norm is called; first the names that say of which kind."""
+    kinds = {"layer": ("layernorm", "ln"), "rms": ("rmsnorm", "rms")}
+    norms = [name for each in kinds for name in kinds[each] if kind in (each, None)]
+    usual = way, f"{way[0]}wd"
+    # A plain `layer_norm` is a forward, mostly; `rms` is seldom one.
+    last = [name for name in norms if "norm" in name]
+    if way == "backward":
+        last = [name + end for name in norms for end in ("grad", "vjp")]
+    return [*(name + end for end in usual for name in norms), *usual, *last]
+
+
 class Norm(NamedTuple):
     """Two functions in the form that the check takes; a signature for the reader, a name that tells the kind."""
 
     forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[[Array, Any], tuple[Any, ...]]
+    backward: Callable[[Array, Any], list[Any]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
     signature: str
@@ -143,34 +146,8 @@ def adapt_functions(
     """Find both functions in the file and give them the usual form; ValueError if that cannot be."""
     name, forward = file.find(forward_name, "forward", kind)
     _, backward = file.find(backward_name, "backward", kind)
-
-    @functools.wraps(backward)
-    def pull(*args: Any, **options: Any) -> Any:
-        with file.told():
-            returned = backward(*args, **options)
-        return _complete(roles.gradients_by_role(returned, takes), takes, returned, ("x", *takes))
-
-    usual_forward, usual_backward, takes = roles.adapt(file.told()(forward), pull)
-    signature = f"{roles.spelled(forward)}, {roles.spelled(pull)}"
-    return Norm(usual_forward, usual_backward, takes, signature, name)
-
-
-def _complete(
-    found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str]
-) -> tuple[Any, ...]:
-    """Return dx, dgamma and dbeta, or FaultError if a required one is missing."""
-    if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
-        what = type(returned).__name__
-        if isinstance(returned, Mapping):
-            what += f" of {', '.join(map(str, returned))}: no {missing}"
-        elif isinstance(returned, (tuple, list)):
-            what += f" of {len(returned)}" + f": no {missing}" * (len(returned) == 1 + len(takes))
-        elif isinstance(returned, np.ndarray):
-            what = f"one array of shape {shape_text(returned.shape)}"
-        wanted = ", ".join(f"d{role}" for role in ("x", *takes))
-        msg = f"the backward must return {wanted}, got {what}"
-        raise FaultError(msg)
-    return found["x"], found.get("gamma"), found.get("beta")
+    usual = roles.adapt(file.told()(forward), file.told()(backward), is_strict=True)
+    return Norm(*usual, f"{roles.spelled(forward)}, {roles.spelled(backward)}", name)
 
 
 def adapt_class(file: UserFile, name: str, n: int) -> Norm:
@@ -179,53 +156,66 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
         held = ", ".join(file.classes) or "none"
         msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
         raise InputError(msg)
-    made = _make(file, name, n)
+    class_ = file.layers[name]
+    made, slots = _make(file, class_, n)
+    methods = [next(m for m in names if hasattr(made, m)) for names in _METHODS]
+    asked = [roles.parameters(getattr(made, method)) for method in methods]
+    # Some must be told that they are in training.
+    flags = [{n: True for n, needed in each.items() if needed and "train" in n} for each in asked]
+
+    def bind(instance: Any) -> list[Callable[..., Any]]:
+        both = zip(methods, flags, strict=True)
+        return [file.told()(partial(getattr(instance, method), **told)) for method, told in both]
+
     for shape in ((2, 3, n), (6, n)):
-        if not _places(made, "gamma"):
+        if not _places(slots, "gamma"):
             # The first forward may make the parameters.
             with contextlib.suppress(FaultError):
-                file.method(made, "forward")(np.ones(shape))
-    stored = [role for role in PARAMETERS if _places(made, role)]
+                bind(made)[0](np.ones(shape))
+            slots = _slots(made)
+    stored = [role for role in PARAMETERS if _places(slots, role)]
     # Some take gamma and beta with x.
     named = {
         role: name
-        for name, needed in roles.parameters(file.method(made, "forward")).items()
-        if (role := role_of(name)) in ARGUMENTS[1:] and (needed or not _places(made, role))
+        for name, needed in asked[0].items()
+        if (role := role_of(name)) in ARGUMENTS[1:] and (needed or not _places(slots, role))
     }
     takes = tuple(role for role in PARAMETERS if role in named or role in stored)
+    wanted = [name for name, needed in asked[1].items() if needed and name not in flags[1]]
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y, and the backward that goes with it."""
-        instance = _make(file, name, x.shape[-1])
-        forward, backward = (file.method(instance, way) for way in _METHODS)
-        if not all(_places(instance, role) for role in stored):
+        instance, slots = _make(file, class_, x.shape[-1])
+        forward, backward = bind(instance)
+        if not all(_places(slots, role) for role in stored):
             forward(np.array(x))
-        options = dict[str, Any]()
+            slots = _slots(instance)
+        options, shapes = dict[str, Any](), dict[str, tuple[int, ...]]()
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if role in named:
                 options[named[role]] = value
-            elif value is not None and (places := _places(instance, role)):
+            elif value is not None and (places := _places(slots, role)):
                 # The shape is that of the class; one array goes wherever it held one.
-                shape = np.shape(places[0].value)
-                given = np.array(value).reshape(shape) if shape else value
+                shapes[role] = np.shape(places[0].value)
+                given = np.array(value).reshape(shapes[role]) if shapes[role] else value
                 for place in places:
                     place.put(given)
         result = forward(x, **options)
         y, *cache = result if isinstance(result, tuple) else (result,)
 
-        def pull(dy: Array) -> tuple[Any, ...]:
-            returned = _of_dy(backward, x, cache)(dy)
-            slots = _slots(instance, takes)
-            found = {gradient_role(s.name): s.value for s in slots if s.value is not None}
+        def pull(dy: Array) -> list[Any]:
+            returned = backward(**_given_to_backward(wanted, x, cache, dy))
+            held = _slots(instance, takes)
+            found = {gradient_role(s.name): s.value for s in held if s.value is not None}
             # A single array, or a list of one, is dx, and the others are stored.
             is_one = isinstance(returned, list) and len(returned) == 1
             is_one |= isinstance(returned, np.ndarray)
             found |= roles.gradients_by_role(returned, () if is_one else takes)
-            for role in found.keys() & set(stored):
+            for role in found.keys() & shapes.keys():
                 # The shape that the class itself gave the parameter is as it should be.
-                if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
+                if np.shape(found[role]) == shapes[role]:
                     found[role] = np.reshape(found[role], -1)
-            return _complete(found, takes, returned, ["x"])
+            return roles.in_order(found, takes, returned)
 
         return y, pull
 
@@ -237,9 +227,8 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     return Norm(forward, backward, takes, f"{name}({n}).forward({given}), .backward(dy)", name)
 
 
-def _make(file: UserFile, name: str, n: int) -> Any:
-    """Return an instance for rows of n; FaultError says what was tried."""
-    class_ = file.layers[name]
+def _make(file: UserFile, class_: Any, n: int) -> tuple[Any, list["_Slot"]]:
+    """Return an instance for rows of n, and what it holds; FaultError says what was tried."""
     # A class may want its parameters by name; bias=True, which has a default, is something else.
     wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
@@ -251,9 +240,10 @@ def _make(file: UserFile, name: str, n: int) -> Any:
     for arguments in ((n,), ((n,),), ()):
         try:
             instance = file.told()(class_)(*arguments, **options)
-            places = _places(instance, "gamma")
+            slots = _slots(instance)
+            places = _places(slots, "gamma")
             if not places or places[0].value.size == n:
-                return instance
+                return instance, slots
             why = f"{places[0].name} does not have {n} elements"
         except FaultError as error:
             why = str(error)
@@ -262,18 +252,17 @@ def _make(file: UserFile, name: str, n: int) -> Any:
     raise FaultError(msg)
 
 
-def _of_dy(backward: Callable[..., Any], x: Array, cache: Sequence[Any]) -> Callable[[Array], Any]:
-    """Return a backward of dy alone: some take x, or a cache, or, of a layer that learns there, a rate."""
-    names = [name for name, needed in roles.parameters(backward).items() if needed]
-    if len(names) < 2:
-        return backward
+def _given_to_backward(
+    names: list[str], x: Array, cache: Sequence[Any], dy: Array
+) -> dict[str, Any]:
+    """Return the arguments of a backward: dy; of some x, or a cache, or, where a layer learns there, a rate."""
     others = [name for name in names if role_of(name) != "x"] or names
     if key_of(others[0]) in NAMES["cache"]:
         others[:2] = others[1::-1]
     given: dict[str, Any] = dict.fromkeys(names, x) | dict.fromkeys(others, 0.0)
     if cache and len(others) > 1:
         given[others[1]] = cache[0] if len(cache) == 1 else cache
-    return lambda dy: backward(**given | {others[0]: dy})
+    return given | {others[0]: dy}
 
 
 class _Slot(NamedTuple):
@@ -322,9 +311,9 @@ def _members(attributes: dict[str, Any], what: str, order: Sequence[str]) -> Ite
                 yield _Slot(next(same, role), held, put)
 
 
-def _places(instance: Any, role: str) -> list[_Slot]:
+def _places(slots: list[_Slot], role: str) -> list[_Slot]:
     """Return where gamma, beta or eps is; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
-    found = [s for s in _slots(instance) if role_of(s.name) == role and isinstance(s.value, kind)]
+    found = [s for s in slots if role_of(s.name) == role and isinstance(s.value, kind)]
     found.sort(key=lambda slot: NAMES[role].index(key_of(slot.name)))
     return [slot for slot in found if slot.value is found[0].value]

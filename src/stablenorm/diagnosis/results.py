@@ -201,51 +201,37 @@ def _headline(diagnosis: Diagnosis) -> str:
     return f"{data}: {rows} row{'s' * (rows != 1)} of {diagnosis.n}, {norm}"
 
 
-def sentences(diagnosis: Diagnosis) -> list[str]:
-    """Return one sentence for each thing worth knowing about all rows together."""
-    summary, said = diagnosis.summary, []
-    if not summary.rows:
-        return ["no rows: nothing to say"]
-    if summary.condition_y.any():
-        y, dx = summary.largest_condition_y, summary.largest_condition_dx
-        # The median is known to a power of two.
-        of_y = min(2.0 ** (_median(summary.condition_y) + 1), y)
-        of_dx = min(2.0 ** (_median(summary.condition_dx) + 1), dx)
-        said.append(
-            f"condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
-            f"of dx: {of_dx:.2g}, {dx:.2g}"
-        )
-    for name, meaning in SPECIAL[diagnosis.kind].items():
-        if count := summary.marks[name]:
-            text = f"{name}: {count} row{'s' * (count != 1)} ({meaning})"
-            said.append(_filled(text, diagnosis.dtype))
-    return said
-
-
 def _median(counts: Array) -> int:
     """Return the middle of what was counted by whole numbers."""
     return int(np.searchsorted(np.cumsum(counts), (counts.sum() + 1) // 2))
 
 
-def method_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str, str]]:
-    """Return, for each method, its title, the median and the worst loss, and rows losing 4 bits."""
-    rows, lost = [], diagnosis.summary.lost.values()
-    for title, counts in zip(diagnosis.methods.values(), lost, strict=True):
-        cells = "-", "-", "-"
-        if counts.any():
-            several = f"{counts[4:].sum() / counts.sum():.1%}"
-            cells = str(_median(counts)), str(np.flatnonzero(counts)[-1]), several
-        rows.append((title, *cells))
-    return rows
-
-
 def lines_of(diagnosis: Diagnosis, width: int) -> list[str]:
     """Return the diagnosis in lines of at most `width` columns."""
-    lines = [_headline(diagnosis), *(f"  {sentence}" for sentence in sentences(diagnosis))]
-    if diagnosis.summary.rows:
+    summary, lines = diagnosis.summary, [_headline(diagnosis)]
+    if summary.condition_y.any():
+        y, dx = summary.largest_condition_y, summary.largest_condition_dx
+        # The median is known to a power of two.
+        of_y = min(2.0 ** (_median(summary.condition_y) + 1), y)
+        of_dx = min(2.0 ** (_median(summary.condition_dx) + 1), dx)
+        lines.append(
+            f"  condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
+            f"of dx: {of_dx:.2g}, {dx:.2g}"
+        )
+    for name, meaning in SPECIAL[diagnosis.kind].items():
+        if count := summary.marks[name]:
+            text = f"  {name}: {count} row{'s' * (count != 1)} ({meaning})"
+            lines.append(_filled(text, diagnosis.dtype))
+    if summary.rows:
         lines.append(f"  bits of y lost, of {diagnosis.bits}: median row, worst row, rows losing 4")
         longest = max(map(len, diagnosis.methods.values()))
-        for title, median, worst, several in method_rows(diagnosis):
-            lines.append(f"    {title:{longest}} {median:>4} {worst:>4} {several:>9}")
+        for title, counts in zip(diagnosis.methods.values(), summary.lost.values(), strict=True):
+            cells = "-", "-", "-"
+            if counts.any():
+                several = f"{counts[4:].sum() / counts.sum():.1%}"
+                cells = str(_median(counts)), str(np.flatnonzero(counts)[-1]), several
+            lines.append("    {:{}} {:>4} {:>4} {:>9}".format(title, longest, *cells))
         lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
+    else:
+        lines.append("  no rows: nothing to say")
     return [part for line in lines for part in wrapped(line, width)]
