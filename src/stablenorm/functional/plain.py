@@ -15,7 +15,7 @@ from stablenorm.call import READ, SUMS, WRITTEN, Backward, Forward, change, of_s
 from stablenorm.functional.layout import Layout, Lead, is_plain, layout_of
 from stablenorm.reference.blocks import add
 from stablenorm.reference.doubledouble import as_partial, rounded
-from stablenorm.reference.exact import ExactSum, with_exact
+from stablenorm.reference.uncertified import ExactSum, with_exact
 from stablenorm.types import Array, Shape, Statistics, joined
 
 # Bytes of an array that are copied at a time, or the rows of one tile or sample if these are more: they fit a cache.

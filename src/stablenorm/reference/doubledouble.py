@@ -163,7 +163,7 @@ def round_to(value: Any, dtype: np.dtype[Any]) -> Array:
 # A partial sum is `high + low` and differs from the exact sum by at most `error`: 0 if it is exact, NaN if the error is
 # unknown, as for rounding="fast". Merging two counts each rounding: digits that the result cannot hold go into its error.
 # A sum that is not finite may have left the range of float64 only in between: it is uncertified, and asked for as
-# `exact.ExactSum`.
+# `uncertified.ExactSum`.
 _WORDS = "high", "low", "error"
 PARTIAL = np.dtype([(name, "f8") for name in _WORDS])
 

@@ -21,12 +21,11 @@ Math. Soc. 15 (1940) 3). So the merged sum is rational, and compared exactly, or
 tie: more bits decide it.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from operator import lshift, mul
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,16 +63,7 @@ def root_of(radicand: int, bits: int = _BITS) -> Root:
     return Root(radicand, bits, floor, whole if whole * whole == radicand else 0)
 
 
-_ONE = root_of(1)
-
-
 # ---- float64 numbers as integers ----
-
-
-def split(values: Any) -> tuple[Array, Array]:
-    """Return the finite values and the others, zeros in the places of each other."""
-    finite = np.isfinite(values)
-    return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
 
 
 def integers_of(values: Array) -> tuple[list[int], int]:
@@ -190,7 +180,7 @@ def _rounded(
         if not more and not root.whole:
             value = _round(numbers[j] - error, numbers[j] + error, least, form)
         if value is None:
-            terms = (offsets[j] << place - lowest, _ONE), (factors[j] << unit - lowest, root)
+            terms = (offsets[j] << place - lowest, root_of(1)), (factors[j] << unit - lowest, root)
             value = nearest([*terms, *others], lowest, form)
         result[j] = value
     return result.astype(dtype)
@@ -307,82 +297,3 @@ def _kind(radicand: int) -> tuple[int, ...]:
         # Euler's criterion: 1 of squares modulo p, p - 1 of others.
         residues.append(pow(radicand, p // 2, p))
     return tuple(residues)
-
-
-# ---- sums over rows ----
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExactSum:
-    """
-    A sum over rows: ``2**unit`` times the sum of each factor over the square root of its radicand.
-
-    `terms` maps radicands to factors. `extended` is 0, or what infinities and NaN add up to. Sums over different rows can
-    be added.
-    """
-
-    unit: int
-    terms: dict[int, int]
-    extended: float = 0.0
-
-    @classmethod
-    def of_numbers(cls, values: Array) -> Self:
-        """Return the sum of float64 numbers, dbeta."""
-        finite, extended = split(values)
-        integers, unit = integers_of(finite)
-        return cls(unit, {1: sum(integers)}, float(extended.sum()))
-
-    @classmethod
-    def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
-        """Return dgamma of one column of some rows."""
-        finite, odd = split(dy)
-        (factors, exponent), (values, scale) = integers_of(finite), integers_of(x)
-        shifts = [exponent + row.shift for row in rows]
-        unit, extended = min(shifts, default=0), 0.0
-        # Rows of the same numbers have the same root.
-        terms: dict[int, int] = {}
-        every = zip(factors, values, rows, shifts, odd.tolist(), strict=True)
-        for factor, value, row, shift, infinite in every:
-            places = scale - row.scale
-            integer = value << places if places >= 0 else value >> -places
-            centered = row.n * integer - row.total
-            if infinite:
-                extended += infinite * ((centered > 0) - (centered < 0))
-            elif term := factor * centered << shift - unit:
-                terms[row.radicand] = terms.get(row.radicand, 0) + term
-        return cls(unit, terms, extended)
-
-    def __add__(self, other: "ExactSum") -> "ExactSum":
-        unit, terms = min(self.unit, other.unit), dict[int, int]()
-        for part in (self, other):
-            for radicand, factor in part.terms.items():
-                terms[radicand] = terms.get(radicand, 0) + (factor << part.unit - unit)
-        return ExactSum(unit, terms, self.extended + other.extended)
-
-    def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
-        """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
-        if self.extended:
-            # There is one NaN.
-            return math.nan if math.isnan(self.extended) else self.extended
-        terms = []
-        for radicand, factor in self.terms.items():
-            if factor:
-                roots[radicand] = root = roots.get(radicand) or root_of(radicand)
-                terms.append((factor, root))
-        return nearest(terms, self.unit, format_of(dtype))
-
-
-NOTHING: Any = ExactSum(0, {})
-
-
-def decided(values: Array, exact: Iterable[tuple[Any, ExactSum]]) -> Array:
-    """Return rounded sums, but at some places exact ones, rounded."""
-    result, roots = values.copy(), dict[int, Root]()
-    for place, total in exact:
-        result[place] = total.rounded(values.dtype, roots)
-    return result
-
-
-def with_exact(values: Array, exact: Array) -> Array:
-    """Return rounded sums, but those that have an exact sum, not 0, by that."""
-    return decided(values, ((place, exact[place]) for place in zip(*exact.nonzero(), strict=True)))

@@ -5,17 +5,20 @@ With ``rounding="nearest"``, kernels send rows and columns here whose bounds con
 backend sends all. With any rounding, both send the rows that are out of the range of pairs.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from stablenorm.call import Backward, Forward
+from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.blocks import BLOCK
 from stablenorm.reference.doubledouble import PARTIAL, as_partial, merged, rounded
 from stablenorm.reference.equations import FLOAT64
-from stablenorm.reference.exact import ExactSum, decided
+from stablenorm.reference.exact import Root, Row, integers_of, nearest, root_of
 from stablenorm.types import Array, Norm, Statistics
 
 
@@ -88,7 +91,7 @@ def write_dx(call: Backward, rows: Array) -> None:
         gamma, _ = _parameters(call, i, some)
         dx = np.zeros(call.x.shape[1]) if call.dsum is None else call.dsum[i].astype(np.float64)
         extra = (0.0 if each is None else each[i] for each in (call.dmean, call.drstd))
-        added = [exact.split(each) for each in (dx[some], *extra)]
+        added = [split(each) for each in (dx[some], *extra)]
         dx = dx.astype(call.dx.dtype)
         if row is not None and np.isfinite(gamma).all() and np.isfinite(dy).all():
             finite, infinite = zip(*added, strict=True)
@@ -102,7 +105,7 @@ def write_dx(call: Backward, rows: Array) -> None:
         call.dx[i] = dx
 
 
-def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int, ExactSum]]:
+def exact_sums(call: Backward, which: int, columns: Array) -> Iterator["tuple[int, ExactSum]"]:
     """Yield columns of dgamma (0) or dbeta (1), and their exact sums."""
     dy, x = call[:2]
     known: dict[int, Any] = {}
@@ -112,7 +115,7 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int
         counted = True if call.where is None else call.where[:, some]
         values = np.where(lost[:, None], np.nan, dy[:, some].astype(np.float64))
         values = np.where(counted, values, 0.0)
-        others, _ = exact.split(np.where(counted, x[:, some].astype(np.float64), 0.0))
+        others, _ = split(np.where(counted, x[:, some].astype(np.float64), 0.0))
         for j, column, other in zip(some.tolist(), values.T, others.T, strict=True):
             if which == 1:
                 yield j, ExactSum.of_numbers(column)
@@ -163,7 +166,7 @@ def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[An
     """Return y of a row; infinite gamma and beta, and NaN, follow the extended reals."""
     if row is None:
         return np.full(len(gamma), np.nan, dtype)
-    (scale, far), (shift, away) = exact.split(gamma), exact.split(beta)
+    (scale, far), (shift, away) = split(gamma), split(beta)
     result = exact.y_row(row, scale, shift, dtype)
     if far.any() or away.any():
         # The sign of xhat decides that of an infinite product; 0 * inf is NaN, of which there is one.
@@ -171,3 +174,88 @@ def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[An
         odd = (far != 0) | (away != 0)
         result[odd] = np.where(np.isnan(extended), np.nan, extended)[odd]
     return result
+
+
+def split(values: Any) -> tuple[Array, Array]:
+    """Return the finite values and the others, zeros in the places of each other."""
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
+
+
+# ---- sums over rows ----
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExactSum:
+    """
+    A sum over rows: ``2**unit`` times the sum of each factor over the square root of its radicand.
+
+    `terms` maps radicands to factors. `extended` is 0, or what infinities and NaN add up to. Sums over different rows can
+    be added.
+    """
+
+    unit: int
+    terms: dict[int, int]
+    extended: float = 0.0
+
+    @classmethod
+    def of_numbers(cls, values: Array) -> Self:
+        """Return the sum of float64 numbers, dbeta."""
+        finite, extended = split(values)
+        integers, unit = integers_of(finite)
+        return cls(unit, {1: sum(integers)}, float(extended.sum()))
+
+    @classmethod
+    def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
+        """Return dgamma of one column of some rows."""
+        finite, odd = split(dy)
+        (factors, exponent), (values, scale) = integers_of(finite), integers_of(x)
+        shifts = [exponent + row.shift for row in rows]
+        unit, extended = min(shifts, default=0), 0.0
+        # Rows of the same numbers have the same root.
+        terms: dict[int, int] = {}
+        every = zip(factors, values, rows, shifts, odd.tolist(), strict=True)
+        for factor, value, row, shift, infinite in every:
+            places = scale - row.scale
+            integer = value << places if places >= 0 else value >> -places
+            centered = row.n * integer - row.total
+            if infinite:
+                extended += infinite * ((centered > 0) - (centered < 0))
+            elif term := factor * centered << shift - unit:
+                terms[row.radicand] = terms.get(row.radicand, 0) + term
+        return cls(unit, terms, extended)
+
+    def __add__(self, other: "ExactSum") -> "ExactSum":
+        unit, terms = min(self.unit, other.unit), dict[int, int]()
+        for part in (self, other):
+            for radicand, factor in part.terms.items():
+                terms[radicand] = terms.get(radicand, 0) + (factor << part.unit - unit)
+        return ExactSum(unit, terms, self.extended + other.extended)
+
+    def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
+        """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
+        if self.extended:
+            # There is one NaN.
+            return math.nan if math.isnan(self.extended) else self.extended
+        terms = []
+        for radicand, factor in self.terms.items():
+            if factor:
+                roots[radicand] = root = roots.get(radicand) or root_of(radicand)
+                terms.append((factor, root))
+        return nearest(terms, self.unit, format_of(dtype))
+
+
+NOTHING: Any = ExactSum(0, {})
+
+
+def decided(values: Array, exact: Iterable[tuple[Any, ExactSum]]) -> Array:
+    """Return rounded sums, but at some places exact ones, rounded."""
+    result, roots = values.copy(), dict[int, Root]()
+    for place, total in exact:
+        result[place] = total.rounded(values.dtype, roots)
+    return result
+
+
+def with_exact(values: Array, exact: Array) -> Array:
+    """Return rounded sums, but those that have an exact sum, not 0, by that."""
+    return decided(values, ((place, exact[place]) for place in zip(*exact.nonzero(), strict=True)))
