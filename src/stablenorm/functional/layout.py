@@ -6,7 +6,6 @@ else 1. Axes whose length in the lead is not 1 cut x into samples.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -42,19 +41,17 @@ class Layout(NamedTuple):
     def moved(self, array: Array) -> Array:
         """Return an array of the shape of x as (rows, n) if its rows are plain; else with axes in this order."""
         # An array may be a memmap.
-        moved, count = np.asarray(array).transpose(self.order), len(self.leading)
+        moved = np.asarray(array).transpose(self.order)
         if len(self.last) == moved.ndim:
             moved = moved[np.newaxis]
         # A mask stays as it is: it may have length 1 along the normalized axes.
         if moved.dtype == np.bool_:
             return moved
-        if not moved.flags.c_contiguous:
-            outer = _step_of(moved.shape[:count], moved.strides[:count])
-            inner = _step_of(moved.shape[count:], moved.strides[count:])
-            if outer is None or (self.shape[1] > 1 and inner != moved.itemsize):
-                return moved
-        # Such axes merge without a copy.
-        return moved.reshape(self.shape)
+        try:
+            rows = moved.reshape(self.shape, copy=False)
+        except ValueError:
+            return moved
+        return rows if is_plain(rows) else moved
 
     def read(self, moved: Array, rows: range | Array) -> Array:
         """Return a copy of some rows, (rows, n)."""
@@ -133,15 +130,6 @@ def _copy(source: Array, to: Array) -> None:
     for j in range(0, to.shape[axis], step):
         strip = (slice(None),) * axis + (slice(j, j + step),)
         to[strip] = source[strip]
-
-
-def _step_of(lengths: Shape, strides: Shape) -> int | None:
-    """Return the stride of neighbouring axes merged into one, 0 for one element; None if they do not merge."""
-    steps = [each for each in zip(lengths, strides, strict=True) if each[0] != 1]
-    pairs = itertools.pairwise(steps)
-    if any(outer != length * inner for (_, outer), (length, inner) in pairs):
-        return None
-    return steps[-1][1] if steps else 0
 
 
 def _boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Any, slice]]:
