@@ -75,8 +75,9 @@ class Statistics(NamedTuple):
     @property
     def out_of_range(self) -> Array:
         """Tell which rows are out of the range of pairs."""
-        low = np.zeros_like(self.rstd) if self.rstd_lo is None else self.rstd_lo
-        return np.isnan(low) & ~np.isnan(self.rstd)
+        if self.rstd_lo is None:
+            return np.zeros(len(self.rstd), bool)
+        return np.isnan(self.rstd_lo) & ~np.isnan(self.rstd)
 
     def of_rows(self, rows: Any) -> "Statistics":
         """Return the statistics of some rows."""
@@ -85,6 +86,8 @@ class Statistics(NamedTuple):
 
 def joined(found: list[Statistics]) -> Statistics:
     """Return the statistics of successive parts as those of all rows: the words that all have."""
+    if len(found) == 1:
+        return found[0]
     return Statistics._make(
         None if any(word is None for word in words) else np.concatenate(words)
         for words in zip(*found, strict=True)

@@ -3,7 +3,7 @@ Double-double numbers, ``hi + lo``, elementwise on arrays: about 106 significant
 
 Float64 itself cannot round the statistics and gradients of float64 data correctly. `Pair` has just the operators that
 the equations of `reference` use, so that these are written once for float64 and for `Pair`. Pairs have the range of
-float64: `equations.out_of_range` finds the rows that could leave it.
+float64: `blocks.out_of_range` finds the rows that could leave it.
 
 Error-free sums and products are those of Dekker (1971) and Knuth; the operations on pairs and
 their bounds, with u = 2**-53 (addition 3 u**2, product 5 u**2 relative), follow Joldes, Muller

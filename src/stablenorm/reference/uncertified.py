@@ -19,7 +19,7 @@ from stablenorm.reference.blocks import BLOCK
 from stablenorm.reference.doubledouble import PARTIAL, as_partial, merged, rounded
 from stablenorm.reference.equations import FLOAT64
 from stablenorm.reference.exact import Root, Row, integers_of, nearest, root_of
-from stablenorm.types import Array, Norm, Statistics
+from stablenorm.types import Array, Statistics
 
 
 @np.errstate(all="ignore")
@@ -115,24 +115,27 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator["tuple[in
         counted = True if call.where is None else call.where[:, some]
         values = np.where(lost[:, None], np.nan, dy[:, some].astype(np.float64))
         values = np.where(counted, values, 0.0)
-        others, _ = split(np.where(counted, x[:, some].astype(np.float64), 0.0))
-        for j, column, other in zip(some.tolist(), values.T, others.T, strict=True):
+        others = np.where(counted, x[:, some].astype(np.float64), 0.0)
+        are_nan: Any = np.isnan(values).any(axis=0).tolist()
+        each = zip(some.tolist(), values.T, others.T, are_nan, strict=True)
+        for j, column, other, is_nan in each:
+            if is_nan:
+                yield j, ExactSum(0, {}, np.nan)
+                continue
             if which == 1:
                 yield j, ExactSum.of_numbers(column)
                 continue
-            # Rows with infinity or NaN decide alone.
-            infinite = ~np.isfinite(column)
+            # Rows with infinity decide alone.
+            infinite = np.isinf(column)
             rows = np.flatnonzero(infinite if infinite.any() else column).tolist()
             for i in rows:
                 if i not in known:
                     # For many rows, integers would fill the memory.
-                    known[i] = _row_of(call, i, keep=False)[1] or _NO_NORM
+                    known[i] = _row_of(call, i, keep=False)[1]
             yield j, ExactSum.of_products(column[rows], other[rows], [known[i] for i in rows])
 
 
 # ---- one row ----
-
-_NO_NORM = exact.Row(np.zeros(1), Norm())
 
 
 def _row_of(call: Any, i: int, *arrays: Array, keep: bool = True) -> tuple[Any, ...]:
