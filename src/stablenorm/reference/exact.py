@@ -40,15 +40,12 @@ _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
 
 
 class Root(NamedTuple):
-    """
-    ``1 / sqrt(radicand)``, which lies from `floor` to ``floor + 1`` in units of ``2**-bits``.
-
-    `whole` is the square root of the radicand where that is an integer, and 0 elsewhere.
-    """
+    """``1 / sqrt(radicand)``, which lies from `floor` to ``floor + 1`` in units of ``2**-bits``."""
 
     radicand: int
     bits: int
     floor: int
+    # The square root of the radicand where that is an integer, and 0 elsewhere.
     whole: int
 
 
@@ -173,15 +170,17 @@ def _rounded(
     quick = dtype == np.float64 and not more
     result = _floats(numbers, error, least) if quick else np.full(len(factors), np.nan)
     lowest = min(unit, place, *(each for _, each, _ in more))
-    others = [(number << each - lowest, one) for number, each, one in more]
+    others, one = [(number << each - lowest, root) for number, each, root in more], root_of(1)
     for j in np.flatnonzero(np.isnan(result)).tolist():
         value = None
         # A rational sum is often a tie, which no enclosure decides.
         if not more and not root.whole:
             value = _round(numbers[j] - error, numbers[j] + error, least, form)
         if value is None:
-            terms = (offsets[j] << place - lowest, root_of(1)), (factors[j] << unit - lowest, root)
-            value = nearest([*terms, *others], lowest, form)
+            terms = [(factors[j] << unit - lowest, root), *others]
+            if offsets[j]:
+                terms.append((offsets[j] << place - lowest, one))
+            value = nearest(terms, lowest, form)
         result[j] = value
     return result.astype(dtype)
 
@@ -214,10 +213,12 @@ def nearest(terms: Sequence[Term], unit: int, form: Format) -> float:
 
 def _enclosed(terms: Sequence[Term], unit: int) -> tuple[int, int, int]:
     """Return integers below and above the sum, the same where it is exact, and their unit."""
-    bits = max((root.bits for _, root in terms), default=0)
+    bits = max([root.bits for _, root in terms], default=0)
     low = high = 0
-    for factor, (_, places, floor, whole) in terms:
-        if whole:
+    for factor, (radicand, places, floor, whole) in terms:
+        if radicand == 1:
+            least = most = factor << places
+        elif whole:
             least, rest = divmod(factor << places, whole)
             most = least + 1 if rest else least
         else:
@@ -282,10 +283,8 @@ def _merged(terms: Sequence[Term], unit: int) -> tuple[list[tuple[int, int]], in
         # A rational that is not dyadic is no tie either.
         return [*merged, (whole, divisor**2)], unit
     places = divisor.bit_length() - 1
-    return [
-        (whole, 1),
-        *((factor << places, radicand) for factor, radicand in merged),
-    ], unit - places
+    others = [(factor << places, radicand) for factor, radicand in merged]
+    return [(whole, 1), *others], unit - places
 
 
 def _kind(radicand: int) -> tuple[int, ...]:
