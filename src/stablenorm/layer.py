@@ -14,55 +14,10 @@ from stablenorm.functional.checks import checked_norm
 from stablenorm.types import Array, Cache, Norm, Rounding, check_count
 
 
-class LayerNorm:
-    """
-    Layer normalization with its own gamma and beta.
+class _Layer:
+    """The code that both classes share."""
 
-    Parameters
-    ----------
-    shape : int or tuple of int
-        Lengths of the normalized axes.
-    eps : float, default: 1e-5
-        Added to the variance. Finite and >= 0.
-    axis : int or tuple of int, optional
-        The axes of x normalized together, as many as `shape` has lengths. Default: the last ones.
-    gamma, beta : bool, default: True
-        Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
-    dtype : dtype, default: float32
-        Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
-    gamma_offset : float, default: 0
-        As for `layer_norm`. gamma begins as ones less it.
-    rounding : {"fast", "nearest"}, default: "fast"
-        As for `layer_norm`.
-
-    Attributes
-    ----------
-    parameters : dict of str to array
-        gamma and beta, as far as there are any; change them in place to train.
-    gradients : dict of str to array
-        Their gradients, of the latest `backward`; empty before it.
-    cache : Cache or None
-        That of the latest `forward`: with a residual, `cache.x` is the sum.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `dtype` is not one of the four, `shape` holds anything but ints of at least 1, `axis` does
-        not have as many, `eps` is negative or not finite, `rounding` is neither of the two, or
-        `gamma_offset` is not a finite number or without a gamma.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm import LayerNorm
-    >>> norm = LayerNorm(4)
-    >>> y = norm(np.arange(8, dtype=np.float32).reshape(2, 4))  # or norm.forward(...)
-    >>> dx = norm.backward(np.ones_like(y))
-    >>> norm.gradients["beta"]
-    array([2., 2., 2., 2.], dtype=float32)
-    """
-
-    _kind: ClassVar[str] = "layer"
+    _kind: ClassVar[str]
 
     def __init__(
         self,
@@ -135,7 +90,59 @@ class LayerNorm:
         return cast(Array, dx)
 
 
-class RMSNorm(LayerNorm):
+# The parameters are those of _Layer, which numpydoc does not look for.
+class LayerNorm(_Layer):  # numpydoc ignore=PR02
+    """
+    Layer normalization with its own gamma and beta.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        Lengths of the normalized axes.
+    eps : float, default: 1e-5
+        Added to the variance. Finite and >= 0.
+    axis : int or tuple of int, optional
+        The axes of x normalized together, as many as `shape` has lengths. Default: the last ones.
+    gamma, beta : bool, default: True
+        Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
+    dtype : dtype, default: float32
+        Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
+    gamma_offset : float, default: 0
+        As for `layer_norm`. gamma begins as ones less it.
+    rounding : {"fast", "nearest"}, default: "fast"
+        As for `layer_norm`.
+
+    Attributes
+    ----------
+    parameters : dict of str to array
+        gamma and beta, as far as there are any; change them in place to train.
+    gradients : dict of str to array
+        Their gradients, of the latest `backward`; empty before it.
+    cache : Cache or None
+        That of the latest `forward`: with a residual, `cache.x` is the sum.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `dtype` is not one of the four, `shape` holds anything but ints of at least 1, `axis` does
+        not have as many, `eps` is negative or not finite, `rounding` is neither of the two, or
+        `gamma_offset` is not a finite number or without a gamma.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import LayerNorm
+    >>> norm = LayerNorm(4)
+    >>> y = norm(np.arange(8, dtype=np.float32).reshape(2, 4))  # or norm.forward(...)
+    >>> dx = norm.backward(np.ones_like(y))
+    >>> norm.gradients["beta"]
+    array([2., 2., 2., 2.], dtype=float32)
+    """
+
+    _kind = "layer"
+
+
+class RMSNorm(_Layer):
     """
     RMS normalization with its own gamma and, if wanted, beta.
 

@@ -30,7 +30,7 @@ class Finding(NamedTuple):
 @dataclass(frozen=True)
 class ArgumentResult:
     """
-    What was found for one argument of the forward, called `name`.
+    The findings on one argument of the forward, called `name`.
 
     Attributes
     ----------

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
-        # Where no terminal shows them, lines are left as they are.
+        # Lines are left as they are where no terminal shows them.
         width = shutil.get_terminal_size((10_000, 1)).columns
         rich.reconfigure(width=width, record=True)
         with warnings.catch_warnings():

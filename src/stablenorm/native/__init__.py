@@ -116,15 +116,15 @@ def _finish_backward(
     shape = (n,) if samples == 1 else (samples, n)
     sums: Any = [each if each is None else each.reshape(shape) for each in out[1:]]
     call = Backward(of_dy, of_x, norm, kept, of_dx, sums[0], sums[1], of_dsum, samples=samples)
+    if partial is not None:
+        parts = partial.reshape(samples, 2, n, 3).view(PARTIAL)[..., 0]
+        unsummed = marks.reshape(samples, -1) & _UNSUMMED != 0
+        asked = columns.reshape(samples, 2, n) != 0
+        for i in np.flatnonzero(unsummed.any(axis=1) | asked.any(axis=(1, 2))).tolist():
+            others = np.flatnonzero(unsummed[i])
+            uncertified.finish_sums(sample(call, i), asked[i], others, parts[i])
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
-    if partial is None:
-        return
-    parts = partial.reshape(samples, 2, n, 3).view(PARTIAL)[..., 0]
-    unsummed = marks.reshape(samples, -1) & _UNSUMMED != 0
-    asked = columns.reshape(samples, 2, n) != 0
-    for i in np.flatnonzero(unsummed.any(axis=1) | asked.any(axis=(1, 2))).tolist():
-        uncertified.finish_sums(sample(call, i), asked[i], np.flatnonzero(unsummed[i]), parts[i])
 
 
 _core.prepare(

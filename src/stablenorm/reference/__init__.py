@@ -60,5 +60,5 @@ def backward(call: Backward) -> None:
 
 
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
-    """Return the unit of rows in which a call may be cut into blocks: all, since the order of the sums depends on them."""
-    return rows
+    """Return the unit of rows in which a call may be cut: all, which decide the order of the sums; exact sums have none."""
+    return 1 if nearest else rows
