@@ -26,14 +26,14 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
         statistics<LAYER>(&x, c, 1, of);
         out_of_range += is_out_of_range(of, 0, x, n, LAYER);
         write_y<LAYER>(x, ToPairs{y, y + apart, y + 2 * apart}, n, of, 0, parameters);
-        Back row = {dy, x, of.mean[0], of.rest[0], of.tail[0], {of.rstd[0], of.rstd_low[0]}, of.spread[0], {0, 0}, {}, {}, 0};
+        Back row = {dy, x, of.at(0), {0, 0}, {}, {}, 0};
         if (LAYER) row.m = pivot(dy, parameters, n);
         bool shift = LAYER && row.m.high != 0;
         Sums along = {};
         (shift ? pull<LAYER, LAYER, true> : pull<LAYER, false, true>)(row, n, parameters, along, 0, xhat.data(), {over.data(), apart, true});
         settle(along, n, &row, 1, exact);
         (shift ? write_dx<LAYER, LAYER, ToPairs> : write_dx<LAYER, false, ToPairs>)(row, {dx, dx + apart, dx + 2 * apart}, n, parameters, xhat.data(), apart);
-        for (Index j = 0; j < n; j++) y[2 * apart + j] *= row_bound(n), dx[2 * apart + j] *= row_bound(n) * row.rstd.high;
+        for (Index j = 0; j < n; j++) y[2 * apart + j] *= row_bound(n), dx[2 * apart + j] *= row_bound(n) * row.stats.rstd.high;
         if (i % 64 == 63 || i == rows - 1) settle_columns({over.data(), apart, true}, n);
     }
     for (int which = 0; which < 2; which++)

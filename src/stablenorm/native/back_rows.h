@@ -155,8 +155,8 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     if (M::NEAREST) *uncertified = found;
 }
 
-template <class M, class T, class To>
-NOINLINE bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
+template <class M, class T>
+NOINLINE bool is_uncertified(const Back<T>& of, T* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<M> row(of);
     return round_again<L>(dx, n, uncertified, [&](Index j, Index some, Lanes<L>& v) INLINE_LAMBDA {
         Lanes<L> x = load<L>(of.x + j, some);

@@ -108,20 +108,6 @@ template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes
     return any_of<W>(differences(most, least), -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
-// Finds the lanes, not 0 in `found`, with a midpoint between their bounds; returns whether there are any. It is for results
-// that are often numbers of the type: adding half the last bit puts midpoints where numbers were.
-template <class To, int L, int W> INLINE bool midpoints_between(Lanes<L, W> most, Lanes<L, W> least, int64_t* found) {
-    using I = Register<int64_t, W>;
-    constexpr int64_t half = 1LL << (52 - DIGITS<To>);
-    I all = {};
-    EACH {
-        I differ = (((I)most.v[i] + half) ^ ((I)least.v[i] + half)) & (-2 * half);
-        if (DIGITS<To> == 11) differ |= ((I)magnitude(most).v[i] - (I)broadcast<W, W>(0x1p-14).v[0]) & INT64_MIN;
-        write(found + i * W, differ), all |= differ;
-    }
-    return any_of<W>(all, -1);
-}
-
 // Whether v - error and v + error round differently.
 template <class To, int L, int W> NOINLINE bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index some) {
     To less[L], more[L];

@@ -162,9 +162,9 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
                     pairs::Stats of;
                     const T* x = (T*)row_of(c.x, top + i);
                     pairs::statistics<LAYER>(&x, c, 1, of);
-                    pairs::Row row = {broadcast<8>(-of.mean[0]), broadcast<8>(-of.rest[0]), broadcast<8>(-of.tail[0]), {broadcast<8>(of.rstd[0]), broadcast<8>(of.rstd_low[0])}};
+                    pairs::Row row(of.at(0));
                     Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
-                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(broadcast<8>(of.spread[0]), v)));
+                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(row.spread, v)));
                 } else {
                     double mean = LAYER ? c.mean[top + i] : 0, rest = LAYER ? c.rest[top + i] : 0, rstd = c.rstd[top + i];
                     Errors of = errors_again<LAYER>(c, top + i, 0, chain);
@@ -180,11 +180,11 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     return {sum, size};
 }
 
-// Rounds the columns whose sums by `how` are certified; returns how many are left, which come first then. dbeta is certified
+// Rounds the columns whose sums by `how` are certified; returns how many are not, which come first then. dbeta is certified
 // where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
 template <class How, class To>
 Index round_closely(How how, const Call& c, int which, Index first, Index* columns, Index count, To* out, uint8_t* uncertified) {
-    Index left = 0;
+    Index rest = 0;
     for (Index start = 0; start < count; start += 8) {
         Index some = at_most(count - start, 8);
         Close of = how(c, which, first, columns + start, some);
@@ -197,34 +197,20 @@ Index round_closely(How how, const Call& c, int which, Index first, Index* colum
             Index column = columns[start + k];
             bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
             if (certain) out[column] = found[k], uncertified[column] = 0;
-            else columns[left++] = column;
+            else columns[rest++] = column;
         }
     }
-    return left;
+    return rest;
 }
 
-// Rounds sums, each with Ziv's rounding test by its own bound, and sums the columns that fail it closely.
-template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* uncertified) {
-    using N = Lanes<8>;
-    constexpr double SMALL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
-    Index left[COLUMNS], found = 0;
-    each_columns<8>(0, count, [&](Index j, Index some) INLINE_LAMBDA {
-        N a = load<8>(of.high + j), b = load<8>(of.low + j);
-        N all = fma(broadcast<8>(0x1p-51), magnitude(a), magnitude(b) + load<8>(of.error + j));
-        int64_t differ[8];
-        bool any = midpoints_between<To>(a + all, a - all, differ), small = false;
-        memset(uncertified + j, 0, (size_t)some);
-        store(out + j, a + broadcast<8>(0.0), some);
-        if (__builtin_expect(!any, 1)) return;
-        for (Index k = 0; k < some; k++) uncertified[j + k] = differ[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
-        // Subnormal numbers have fewer digits: compare what their bounds round to.
-        if (small) round_pairs(out + j, of.high + j, of.low + j, of.error + j, 1.0, some, uncertified + j);
-        for (Index k = j; k < j + some; k++)
-            if (uncertified[k] && magnitude(of.high[k]) < __builtin_inf()) left[found++] = k;
-    });
+// Sums the columns that are uncertified closely, and rounds those.
+template <class To> void finish_uncertified(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* uncertified) {
+    Index columns[COLUMNS], found = 0;
+    for (Index j = 0; j < count; j++)
+        if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[found++] = j;
     auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
-    found = round_closely(shallow, c, which, first, left, found, out, uncertified);
-    if (which == 0) round_closely(deep, c, which, first, left, found, out, uncertified);
+    found = round_closely(shallow, c, which, first, columns, found, out, uncertified);
+    if (which == 0) round_closely(deep, c, which, first, columns, found, out, uncertified);
 }
 
 // Writes partial sums, to be merged with others.
@@ -236,6 +222,7 @@ inline void put_partial(const Block& of, bool bounded, Index count, double* out)
     }
 }
 
+// Adds up the tiles' sums of some columns and rounds each, with Ziv's rounding test by its own bound.
 inline void finish(const Call& c, int which, Index start, Index stop, bool unsummed) {
     Block of;
     Index count = stop - start;
@@ -253,8 +240,8 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
         // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
         bool exact = which == 1 && c.dy.type == F16 && !c.in_pairs;
-        if (!c.nearest || c.in_pairs || exact) round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
-        else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, uncertified);
+        round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
+        if constexpr (sizeof(To) < 8) if (c.nearest && !c.in_pairs && !exact) finish_uncertified(c, which, start, count, of, out, uncertified);
         // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64 sums that are not finite.
         const double nan = __builtin_nan("");
         for (Index j = 0; j < count; j++) {

@@ -43,9 +43,16 @@ INLINE Pairs broadcast_pair(Pair<double> a) { return {broadcast<P>(a.high), broa
 INLINE Pairs load_pair(const double* p, Index apart) { return {load<P>(p), load<P>(p + apart)}; }
 INLINE void store_pair(double* p, Index apart, Pairs a) { store(p, a.high), store(p + apart, a.low); }
 
+// The statistics of a row: mean + rest + tail, rstd, and `spread`, at least the root mean square of xhat.
+struct RowStats {
+    double mean = 0, rest = 0, tail = 0;
+    Pair<double> rstd = {};
+    double spread = 0;
+};
 struct Stats {
     double mean[GROUP], rest[GROUP], tail[GROUP], rstd[GROUP], rstd_low[GROUP];
     double square[GROUP], v[GROUP], spread[GROUP], off[GROUP];  // off > 0: of a bad guess
+    RowStats at(int r) const { return {mean[r], rest[r], tail[r], {rstd[r], rstd_low[r]}, spread[r]}; }
 };
 
 // The sums along the rows of a group, each reduced to the lanes of one register.
@@ -116,10 +123,7 @@ NOINLINE inline void settle(const double* k, const Sums& sums, Index n, double e
     store(of.mean, mean.high), store(of.rest, rest.high), store(of.tail, rest.low);
     store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
     store(of.off, d.high * d.high - (var.high + var.high)), store(vars, var.high);
-    for (int r = 0; r < GROUP; r++) {
-        // At least the root mean square of xhat, by a little.
-        of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
-    }
+    for (int r = 0; r < GROUP; r++) of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
 }
 
 template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
@@ -148,10 +152,13 @@ template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* 
     return false;
 }
 
-// Constants of a row: -mean, -rest, -tail and rstd.
+// Constants of a row: -mean, -rest, -tail, rstd and its spread.
 struct Row {
     N mean, rest, tail;
     Pairs rstd;
+    N spread;
+    INLINE explicit Row(const RowStats& of)
+        : mean(broadcast<P>(-of.mean)), rest(broadcast<P>(-of.rest)), tail(broadcast<P>(-of.tail)), rstd(broadcast_pair(of.rstd)), spread(broadcast<P>(of.spread)) {}
 };
 
 // NEAR: without the tail.
@@ -183,15 +190,13 @@ template <bool LAYER> INLINE N shared(N size, N v) {
 template <bool LAYER, bool NEAR = false, class Out>
 NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
     constexpr bool STAGED = Out::STAGED;
-    Row row = {broadcast<P>(-of.mean[r]), broadcast<P>(-of.rest[r]), broadcast<P>(-of.tail[r]),
-               {broadcast<P>(of.rstd[r]), broadcast<P>(of.rstd_low[r])}};
-    N spread_of = broadcast<P>(of.spread[r]);
+    Row row(of.at(r));
     each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
         N v = load<P>(x + j, some), u = load<P>(given.gamma + j);
         Pairs h = xhat_of<LAYER, NEAR>(v, row);
         Pairs scaled = h * u;
         if (STAGED) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
-        out(j, some, scaled + load<P>(given.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)) : u);
+        out(j, some, scaled + load<P>(given.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
     });
     return out;
 }
@@ -201,9 +206,7 @@ NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, 
 // A row of the backward: its statistics, m, the means A and B of rows.h, and the M of the bounds in `size`.
 struct Back {
     const double *dy, *x;
-    double mean, rest, tail;
-    Pair<double> rstd;
-    double spread;
+    RowStats stats;
     Pair<double> m, plain, slope;
     double size;
 };
@@ -242,9 +245,9 @@ NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& given, In
 // Pass 1: writes xhat to h and the sums along the row to row r of `along`, and adds to the sums over rows.
 template <bool LAYER, bool SHIFT, bool STAGED>
 NOINLINE void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
-    Row row = {broadcast<P>(-of.mean), broadcast<P>(-of.rest), broadcast<P>(-of.tail), broadcast_pair(of.rstd)};
+    Row row(of.stats);
     Pairs a = {}, b = {}, m = broadcast_pair(-of.m);
-    N squares = {}, spread_of = broadcast<P>(of.spread);
+    N squares = {};
     double* __restrict sums = over.at;
     Index apart = over.apart;
     const double *dy = of.dy, *x = of.x;
@@ -262,7 +265,7 @@ NOINLINE void pull(Back& of, Index n, const Parameters& given, Sums& along, int 
         store_pair(sums + 2 * apart + j, apart, load_pair(sums + 2 * apart + j, apart) + d);
         if (STAGED && over.sizes) {
             double *of_dgamma = sums + 4 * apart + j, *of_dbeta = of_dgamma + apart;
-            N part = magnitude(xhat.high) + shared<LAYER>(spread_of, v);
+            N part = magnitude(xhat.high) + shared<LAYER>(row.spread, v);
             store(of_dgamma, load<P>(of_dgamma) + magnitude(d) * part), store(of_dbeta, load<P>(of_dbeta) + magnitude(d));
         }
     };
@@ -302,7 +305,7 @@ template <bool LAYER, bool SHIFT, class Out>
 NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& given, const double* h, Index apart) {
     constexpr bool STAGED = Out::STAGED;
     Pairs m = broadcast_pair(-of.m), plain = broadcast_pair(-of.plain), slope = broadcast_pair(-of.slope);
-    Pairs rstd = broadcast_pair(of.rstd);
+    Pairs rstd = broadcast_pair(of.stats.rstd);
     N size = broadcast<P>(of.size);
     const double *dy = of.dy, *x = of.x;
     each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {

@@ -75,15 +75,14 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return false;
     of.x = row_as<double>(c, c.x, i, own.x[0] + apart), of.m = {0, 0};
     if (c.rstd_low) {
-        of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0;
-        if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail[i];
+        of.stats = {0, 0, 0, {c.rstd[i], c.rstd_low[i]}, c.spread ? c.spread[i] : 0};
+        if (LAYER) of.stats.mean = c.mean[i], of.stats.rest = c.rest[i], of.stats.tail = c.tail[i];
     } else {
         Stats found;
         statistics<LAYER>(&of.x, c, 1, found);
         if (is_spoiled(of.x, c.n)) found.rstd[0] = __builtin_nan("");
         else if (is_out_of_range(found, 0, of.x, c.n, LAYER)) return false;
-        of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
-        of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
+        of.stats = found.at(0);
     }
     // The range of |dy| in a tile: the largest, and the reciprocal of the last bit of the smallest.
     if (of_tile && range.low != 0) of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
@@ -97,8 +96,8 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
         auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
         return how(of, out, c.n, parameters_of(c), h, c.padded_n());
     };
-    if (of.rstd.high != of.rstd.high) return spoil_results(c, own, i);
-    if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNCERTIFIED;
+    if (of.stats.rstd.high != of.stats.rstd.high) return spoil_results(c, own, i);
+    if (finish_pairs(c, own, i, row_bound(c.n) * of.stats.rstd.high, write)) c.marks[i] = UNCERTIFIED;
 }
 
 template <bool LAYER, bool STAGED> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {

@@ -241,8 +241,8 @@ template <int K, class To, class Value> INLINE bool round_again(To* out, Index n
     return differ;
 }
 
-template <bool LAYER, class T, class To>
-NOINLINE bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
+template <bool LAYER, class T>
+NOINLINE bool is_uncertified(const T* x, T* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
     constexpr int Y = Y_OF<T>;
     Affine<Mode<LAYER, LAYER, true>, Y> row(of, r);
     return round_again<Y>(y, n, uncertified, [&](Index j, Index some, Lanes<Y>& v) INLINE_LAMBDA {
