@@ -84,8 +84,9 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
     for (Index i = 0; i < rows; i++, dy += n, x += n, y += 3 * apart, dx += 3 * apart) {
         Stats of = {};
         statistics<LAYER>(&x, c, 1, of);
-        double size = std::sqrt(of.square[0]) * of.rstd[0], d = of.d[0] * of.rstd[0];
-        Errors errors = errors_of_xhat<LAYER>(size, d * d, CENTER ? 0 : std::fabs(of.mean[0]) * of.rstd[0], chain_of(n, L, RUN));
+        double size = std::sqrt(of.square[0]) * of.rstd[0], d = of.d[0] * of.rstd[0], m = CENTER ? 0 : std::fabs(of.mean[0]) * of.rstd[0];
+        double chain = chain_of(n, L, RUN), bound = bound_of_y(errors_of_xhat<LAYER>(size, d * d, 0, chain), size, n, m);
+        Errors errors = errors_of_xhat<LAYER>(size, d * d, m, chain);
         worst = {larger(worst.a, errors.a), larger(worst.b, errors.b)};
         c.spread[i] = size, c.mean[i] = of.mean[0], c.rest[i] = of.rest[0], c.rstd[i] = of.rstd[0];
         Uncertified found = {at.data(), 0};
@@ -100,7 +101,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
             store(dx + apart + j, bounds_of_dx<LAYER>(row.of_dx, load<L>(dx + j), xhat));
         }
         for (Index j = 0; j < n; j++) {
-            y[2 * apart + j] = bound_of_y(errors, size, n) * (std::fabs(gamma[j]) + std::fabs(beta[j]));
+            y[2 * apart + j] = bound * (std::fabs(gamma[j]) + std::fabs(beta[j]));
             dx[2 * apart + j] = row.bound;
         }
     }
@@ -133,7 +134,7 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
             for (Index j = at[(size_t)i]; j < n && j < at[(size_t)i] + lanes; j++) columns[j] = 1;
         found.count = 0;
     };
-    bounds[0] = bound_of_y(errors, 1, n);
+    bounds[0] = bound_of_y(errors, 1, n, 0);
     To* y = out;
     write_y<1, Mode<LAYER, false, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
     mark(Y_OF<f32>, open);

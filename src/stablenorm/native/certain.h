@@ -70,9 +70,9 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
 // large a bound. Float16 has tests of its own for its small numbers.
 constexpr double LEAST_BOUND = 0x1p-134;
 
-// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y.
-INLINE double bound_of_y(Errors of, double size, Index n) {
-    return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * size) + of.b);
+// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. m: M for x that is not centered first, or 0.
+INLINE double bound_of_y(Errors of, double size, Index n, double m) {
+    return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * size) + of.b + 1.02 * U * m);
 }
 template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
     return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));

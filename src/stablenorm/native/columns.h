@@ -180,37 +180,32 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     return {sum, size};
 }
 
-// Rounds the columns whose sums by `how` are certified; returns how many are not, which come first then. dbeta is certified
-// where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
-template <class How, class To>
-Index round_closely(How how, const Call& c, int which, Index first, Index* columns, Index count, To* out, uint8_t* uncertified) {
-    Index rest = 0;
-    for (Index start = 0; start < count; start += 8) {
-        Index some = at_most(count - start, 8);
-        Close of = how(c, which, first, columns + start, some);
-        double high[8], low[8], error[8];
-        store(high, of.sum.high), store(low, of.sum.low), store(error, of.error);
-        To found[8];
-        uint8_t differ[8];
-        round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
-        for (Index k = 0; k < some; k++) {
-            Index column = columns[start + k];
-            bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
-            if (certain) out[column] = found[k], uncertified[column] = 0;
-            else columns[rest++] = column;
-        }
-    }
-    return rest;
-}
-
-// Sums the columns that are uncertified closely, and rounds those.
-template <class To> void finish_uncertified(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* uncertified) {
+// Sums the uncertified columns closely, with statistics in float64 and then in pairs, and rounds those that this certifies.
+// dbeta is certified where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
+template <class To> void finish_uncertified(const Call& c, int which, Index start, Index count, const Block& of, To* out, uint8_t* uncertified) {
     Index columns[COLUMNS], found = 0;
     for (Index j = 0; j < count; j++)
         if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[found++] = j;
     auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
-    found = round_closely(shallow, c, which, first, columns, found, out, uncertified);
-    if (which == 0) round_closely(deep, c, which, first, columns, found, out, uncertified);
+    for (auto sum : {shallow, deep}) {
+        Index rest = 0;
+        for (Index first = 0; first < found; first += 8) {
+            Index some = at_most(found - first, 8);
+            Close close = sum(c, which, start, columns + first, some);
+            double high[8], low[8], error[8];
+            store(high, close.sum.high), store(low, close.sum.low), store(error, close.error);
+            To results[8];
+            uint8_t differ[8];
+            round_pairs(results, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
+            for (Index k = 0; k < some; k++) {
+                Index column = columns[first + k];
+                bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
+                if (certain) out[column] = results[k], uncertified[column] = 0;
+                else columns[rest++] = column;
+            }
+        }
+        found = which == 0 ? rest : 0;
+    }
 }
 
 // Writes partial sums, to be merged with others.

@@ -41,7 +41,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
                 double d = of.d[r] * of.rstd[r];
                 // is_uncertified() centers x first, so its bound has no M term.
                 errors[r] = errors_of_xhat<LAYER>(size, d * d, 0, chain);
-                bounds[r] = bound_of_y(near ? errors_of_xhat<LAYER>(size, d * d, m_of(r), chain) : errors[r], size, c.n);
+                bounds[r] = bound_of_y(errors[r], size, c.n, near ? m_of(r) : 0);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNCERTIFIED;
                 if (c.spread) c.spread[i] = size;
             }
@@ -59,7 +59,8 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             int together = r + ROWS_OF_Y <= count ? ROWS_OF_Y : 1;
             (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, uncertified, bounds + r);
             for (int k = r; NEAREST && k < r + together; k++)
-                if (!c.marks[top + k] && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], uncertified[k - r])) c.marks[top + k] = UNCERTIFIED;
+                if (!c.marks[top + k] && uncertified[k - r].count && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], uncertified[k - r]))
+                    c.marks[top + k] = UNCERTIFIED;
         }
     });
     if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile rows, bool) { pairs::forward<LAYER>(alone, own, rows); });
