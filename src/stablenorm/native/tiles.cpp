@@ -129,7 +129,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 Uncertified uncertified = {(Index*)own.size, 0};
                 write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &uncertified);
                 if (!M::NEAREST) continue;
-                if (!bounded || is_uncertified<M>(of, dx, c.n, c.wide_gamma, uncertified)) c.marks[top + r] = UNCERTIFIED;
+                if (!bounded || (uncertified.count && is_uncertified<M>(of, dx, c.n, c.wide_gamma, uncertified))) c.marks[top + r] = UNCERTIFIED;
             }
         }
     }
