@@ -26,10 +26,15 @@ NOINLINE inline void merge_columns(const double* part, double* total, double* lo
 
 // Widens n elements of a parameter, with one NaN for all, or fills in the neutral one; zeros follow them.
 inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
-    if (from) convert_row(type, from, to, n);
-    else for (Index j = 0; j < n; j++) to[j] = neutral;
-    for (Index j = 0; j < n; j++) to[j] = to[j] == to[j] ? to[j] : __builtin_nan("");
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
+    for (Index j = 0; !from && j < n; j++) to[j] = neutral;
+    if (from) of_type(type, [&](auto* kind) {
+        each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+            Lanes<L> v = load<L>((decltype(kind))from + j, some);
+            for (auto& e : v.v) e = e == e ? e : broadcast<WIDEST>(__builtin_nan("")).v[0];
+            store(to + j, v, some);
+        });
+    });
 }
 
 // Whether all are 0 or between `least` and the largest in size. NaN is neither.
