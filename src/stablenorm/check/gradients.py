@@ -18,17 +18,10 @@ Progress = Callable[[int, int], object]
 
 
 def check_gradients(
-    forward: Callable[..., Any],
-    backward: Backward,
-    args: Sequence[Any],
-    *,
-    names: Sequence[str] | None = None,
-    scales: Sequence[Any] | None = None,
-    rng: Any = None,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
+    forward: Callable[..., Any], backward: Backward, args: Sequence[Any],
+    *, names: Sequence[str] | None = None, scales: Sequence[Any] | None = None, rng: Any = None,
+    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+) -> GradientReport:  # fmt: skip
     r"""
     Compare the gradients that `backward` returns with finite differences of `forward`.
 

@@ -18,25 +18,16 @@ from stablenorm.check.gradients import Progress, check_gradients
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
-from stablenorm.formats import is_supported
+from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import check_eps
 
 
 def check_layer_norm(
-    forward: Callable[..., Any],
-    backward: Backward,
-    x: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
-    *,
-    gamma_offset: float = 0.0,
-    rng: Any = None,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
+    forward: Callable[..., Any], backward: Backward, x: Any = None, gamma: Any = None,
+    beta: Any = None, eps: float = 1e-5, *, gamma_offset: float = 0.0, rng: Any = None,
+    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+) -> GradientReport:  # fmt: skip
     """
     Check a layer normalization over the last axis, and name what is wrong with it.
 
@@ -94,24 +85,14 @@ def check_layer_norm(
     ('FAIL', ('the mean of g is missing from dx',))
     """
     options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    given = x, gamma, beta, eps
-    return _check("layer", (forward, backward), given, gamma_offset, rng, options)
+    return _check("layer", forward, backward, (x, gamma, beta), eps, gamma_offset, rng, options)
 
 
 def check_rms_norm(
-    forward: Callable[..., Any],
-    backward: Backward,
-    x: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
-    *,
-    gamma_offset: float = 0.0,
-    rng: Any = None,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
+    forward: Callable[..., Any], backward: Backward, x: Any = None, gamma: Any = None,
+    beta: Any = None, eps: float = 1e-5, *, gamma_offset: float = 0.0, rng: Any = None,
+    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+) -> GradientReport:  # fmt: skip
     """
     Check an RMS normalization over the last axis, and name what is wrong with it.
 
@@ -124,17 +105,17 @@ def check_rms_norm(
     'PASS'
     """
     options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    given = x, gamma, beta, eps
-    return _check("rms", (forward, backward), given, gamma_offset, rng, options)
+    return _check("rms", forward, backward, (x, gamma, beta), eps, gamma_offset, rng, options)
 
 
 @np.errstate(all="ignore")
 def _check(
-    kind: str, functions: Any, given: Any, gamma_offset: float, rng: Any, options: dict[str, Any]
-) -> GradientReport:
-    """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
+    kind: str, forward: Any, backward: Any, arrays: tuple[Any, ...], eps: float,
+    gamma_offset: float, rng: Any, options: dict[str, Any],
+) -> GradientReport:  # fmt: skip
+    """Check one norm of x, gamma and beta; `options` are those of `check_gradients`."""
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    (forward, backward), (x, gamma, beta, eps) = functions, given
+    x, gamma, beta = arrays
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -143,23 +124,24 @@ def _check(
         x, *ours = closed_form.example((4, 8), rng)
         gamma = ours[0] if gamma is None and "gamma" in takes else gamma
         beta = ours[1] if beta is None and "beta" in takes else beta
-    x, (gamma, beta) = np.array(x), (None if a is None else np.array(a) for a in (gamma, beta))
+    x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
     norm = Case(x, gamma, beta, check_eps(eps), x, kind, gamma_offset)
     if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {gamma_offset}"
         raise ValueError(msg)
-    scale = None
-    if usable := is_supported(x.dtype) and x.ndim > 0 and x.size > 0 and np.isfinite(x).all():
+    check_dtype("x", x)
+    scales, is_matrix = None, x.ndim > 0 and x.size > 0
+    if is_matrix:
         # The distance over which a row's y changes: sqrt(var + eps).
-        scale = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
-        scale = np.where(scale > 0, scale, 1)
-    options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
+        s = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
+        scales = np.where(s > 0, s, 1), None, None
+    options |= {"names": ARGUMENTS[:3], "scales": scales, "rng": rng}
     report = check_gradients(lambda *a: forward(*a, eps), backward, [x, gamma, beta], **options)
     operation, findings = Operation(forward, backward), list(report.findings)
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
-    if usable and fits and any(each.verdict != "NOT CHECKED" for each in report.arguments):
+    if is_matrix and fits and any(each.verdict != "NOT CHECKED" for each in report.arguments):
         with warnings.catch_warnings(action="ignore"):
             try:
                 judged, named = _look(operation, norm, rng, findings)
