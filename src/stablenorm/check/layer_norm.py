@@ -1,7 +1,6 @@
 """`check_layer_norm` and `check_rms_norm`: the closed form judges, finite differences confirm."""
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from stablenorm.check import closed_form
 from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.differences import name_pattern, place_of
-from stablenorm.check.gradients import Progress, check_gradients
+from stablenorm.check.gradients import Progress, check_args, compare, make_report
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
@@ -84,8 +83,8 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    return _check("layer", forward, backward, (x, gamma, beta), eps, gamma_offset, rng, options)
+    given, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
+    return _check("layer", forward, backward, given, rng, options)
 
 
 def check_rms_norm(
@@ -104,18 +103,17 @@ def check_rms_norm(
     >>> check_rms_norm(rms_norm_forward, rms_norm_backward, rng=0).verdict
     'PASS'
     """
-    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    return _check("rms", forward, backward, (x, gamma, beta), eps, gamma_offset, rng, options)
+    given, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
+    return _check("rms", forward, backward, given, rng, options)
 
 
 @np.errstate(all="ignore")
 def _check(
-    kind: str, forward: Any, backward: Any, arrays: tuple[Any, ...], eps: float,
-    gamma_offset: float, rng: Any, options: dict[str, Any],
-) -> GradientReport:  # fmt: skip
-    """Check one norm of x, gamma and beta; `options` are those of `check_gradients`."""
-    start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    x, gamma, beta = arrays
+    kind: str, forward: Any, backward: Any, given: Any, rng: Any, options: tuple[Any, ...]
+) -> GradientReport:
+    """Check one norm of the arguments `given`; `options` are the last of `check_gradients`."""
+    seed, rng = rng, np.random.default_rng(rng)
+    x, gamma, beta, eps, gamma_offset = given
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -124,24 +122,24 @@ def _check(
         x, *ours = closed_form.example((4, 8), rng)
         gamma = ours[0] if gamma is None and "gamma" in takes else gamma
         beta = ours[1] if beta is None and "beta" in takes else beta
-    x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
+    x, (gamma, beta) = np.array(x), (None if a is None else np.array(a) for a in (gamma, beta))
     norm = Case(x, gamma, beta, check_eps(eps), x, kind, gamma_offset)
     if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {gamma_offset}"
         raise ValueError(msg)
     check_dtype("x", x)
-    scales, is_matrix = None, x.ndim > 0 and x.size > 0
-    if is_matrix:
-        # The distance over which a row's y changes: sqrt(var + eps).
-        s = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
-        scales = np.where(s > 0, s, 1), None, None
-    options |= {"names": ARGUMENTS[:3], "scales": scales, "rng": rng}
-    report = check_gradients(lambda *a: forward(*a, eps), backward, [x, gamma, beta], **options)
-    operation, findings = Operation(forward, backward), list(report.findings)
+    has_rows = x.ndim > 0 and x.size > 0
+    # The distance over which a row's y changes: sqrt(var + eps).
+    s = closed_form.statistics(x.astype(np.float64), eps, kind)[1] if has_rows else 1.0
+    scales = np.where(s > 0, s, 1), None, None
+    arrays, spans = check_args([x, gamma, beta], ARGUMENTS[:3], scales)
+    # The closed form has cases of another eps.
+    operation = Operation(lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps), backward)
+    results, findings = compare(operation, arrays, spans, rng, *options)
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
-    if is_matrix and fits and any(each.verdict != "NOT CHECKED" for each in report.arguments):
+    if has_rows and fits and any(each.verdict != "NOT CHECKED" for each in results):
         with warnings.catch_warnings(action="ignore"):
             try:
                 judged, named = _look(operation, norm, rng, findings)
@@ -153,15 +151,8 @@ def _check(
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
         mean = " - mean(g)" * (kind == "layer")
         about += f"\ndx = rstd (g{mean} - xhat mean(g xhat)), where g = gamma dy"
-    return GradientReport(
-        tuple(_decided(each, judged.get(f"d{each.name}", [])) for each in report.arguments),
-        report.forward_calls + operation.forward_calls,
-        tuple(findings),
-        report.diagnosis + named,
-        report.backward_calls + operation.backward_calls,
-        time.perf_counter() - start,
-        about,
-    )
+    results = [_decided(each, judged.get(f"d{each.name}", [])) for each in results]
+    return make_report(operation, (results, findings), about, *named)
 
 
 def _look(
