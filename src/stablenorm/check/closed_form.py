@@ -310,8 +310,7 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
             yield base._replace(name=f"offset {offset}", x=x)
     # Squares that overflow or underflow in the dtype.
     power = 2.0 ** ((form.emax + 1) // 2 + 4)
-    huge = (power * wide).astype(dtype)
-    yield base._replace(name="huge values", x=huge, tolerated=math.inf)
+    yield base._replace(name="huge values", x=(power * wide).astype(dtype), tolerated=math.inf)
     if eps > 0:
         yield base._replace(name="tiny values", x=(wide / power).astype(dtype))
         yield base._replace(name="rows of 123.456", x=np.full(wide.shape, 123.456, dtype))

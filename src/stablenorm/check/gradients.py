@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.random import Generator
 
 from stablenorm.check.differences import Argument
 from stablenorm.check.operation import Backward, FaultError, Given, Loss, Operation, as_array
@@ -96,11 +95,10 @@ def check_gradients(
     >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
     'FAIL'
     """
-    seed, rng = rng, np.random.default_rng(rng)
     operation, (arrays, spans) = Operation(forward, backward), check_args(args, names, scales)
     found = compare(operation, arrays, spans, rng, probes, max_elements, progress)
     about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
-    about += [f"seed {seed}"] * isinstance(seed, int)
+    about += [f"seed {rng}"] * isinstance(rng, int)
     return make_report(operation, found, ", ".join(about))
 
 
@@ -134,12 +132,12 @@ def make_report(operation: Operation, found: Found, about: str, *named: str) -> 
 
 @np.errstate(all="ignore")
 def compare(
-    operation: Operation, args: Given, spans: dict[str, Array], rng: Generator,
+    operation: Operation, args: Given, spans: dict[str, Array], rng: Any,
     probes: int, max_elements: int, progress: Progress | None,
 ) -> Found:  # fmt: skip
     """Check the rules of a call, then compare every gradient that can be compared."""
     try:
-        loss = Loss(operation, args, spans, rng)
+        loss = Loss(operation, args, spans, np.random.default_rng(rng))
     except FaultError as fault:
         verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
         findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
@@ -188,9 +186,8 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
         fault = str(error)
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
-    if not array.size:
-        return ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
-    return None
+    empty = ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
+    return None if array.size else empty
 
 
 def check_args(

@@ -133,8 +133,7 @@ def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
 
 def _bound(a: Array) -> float:
     """Bound what another order of summation does to the elements of an array."""
-    largest = float(np.max(np.abs(flat(a)), initial=0.0))
-    bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * largest
+    bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * np.max(np.abs(flat(a)), initial=0.0)
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
