@@ -20,17 +20,10 @@ class _Layer:
     _kind: ClassVar[str]
 
     def __init__(
-        self,
-        shape: int | tuple[int, ...],
-        eps: float = 1e-5,
-        *,
-        axis: int | tuple[int, ...] | None = None,
-        gamma: bool = True,
-        beta: bool = True,
-        dtype: DTypeLike = np.float32,
-        gamma_offset: float = 0.0,
-        rounding: Rounding = "fast",
-    ) -> None:
+        self, shape: int | tuple[int, ...], eps: float = 1e-5,
+        *, axis: int | tuple[int, ...] | None = None, gamma: bool = True, beta: bool = True,
+        dtype: DTypeLike = np.float32, gamma_offset: float = 0.0, rounding: Rounding = "fast",
+    ) -> None:  # fmt: skip
         lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
         self.shape = tuple(check_count("shape", each, least=1) for each in lengths)
         if not self.shape:

@@ -22,13 +22,14 @@ Guess = tuple[str, Array, Array]
 
 def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield words for each mistake, " in {}" left out, and what it puts in place of the right parts."""
-    var, eps, rstd, is_layer = of.var, of.eps, of.rstd, of.is_layer
+    case, var, rstd, is_layer = of.case, of.var, of.rstd, of.is_layer
+    eps, per_less = case.eps, case.n / max(case.n - 1, 1)
     if is_layer:
-        for biased in (var * of.per_less + eps, (var + eps) * of.per_less):
+        for biased in (var * per_less + eps, (var + eps) * per_less):
             yield "the variance is divided by n - 1", {"rstd": biased**-0.5}
         yield "the mean of x is missing from xhat", {"mean": 0.0}
     else:
-        _, s, mean = statistics(of.case.rows(of.case.x), eps)
+        _, s, mean = statistics(case.rows(case.x), eps)
         yield "the mean of x is subtracted", {"mean": row_mean(of.centered)}
         # A layer norm altogether.
         yield "the mean of x is subtracted", {"mean": mean, "rstd": 1 / s}
@@ -44,11 +45,11 @@ def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"rstd is kept in {narrow}", {"rstd": rstd.astype(narrow)}
         if is_layer:
             yield f"the mean is kept in {narrow}", {"mean": of.mean.astype(narrow)}
-    if of.offset:
-        yield "gamma_offset is not added to gamma", {"before": of.gamma - of.offset}
+    if case.gamma_offset:
+        yield "gamma_offset is not added to gamma", {"before": of.gamma - case.gamma_offset}
     if name != "dx":
         return
-    shape, terms = of.case.x.shape, [("third", "the xhat term", of.g * of.xhat)]
+    shape, terms = case.x.shape, [("third", "the xhat term", of.g * of.xhat)]
     if is_layer:
         terms.append(("second", "the mean of g", of.g))
     else:
@@ -60,8 +61,8 @@ def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{what} is missing from {{}}", {term: 0.0}
         yield f"{what} is subtracted twice", {term: 2.0}
         yield f"{what} is added, not subtracted", {term: -1.0}
-        yield f"{what} is divided by n - 1", {term: of.per_less}
-        yield f"{what} is not divided by n", {term: of.n}
+        yield f"{what} is divided by n - 1", {term: per_less}
+        yield f"{what} is not divided by n", {term: case.n}
         for axes in (slice(1), slice(-1)):
             mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
             times = np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product)

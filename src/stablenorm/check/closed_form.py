@@ -89,14 +89,12 @@ class Expected:
     """The four outputs of one case with their bounds; `u` is the precision they are judged by."""
 
     def __init__(self, case: Case, u: float):
-        self.case, self.u, self.eps, self.n = case, u, case.eps, case.n
-        self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
-        # A factor: an RMS norm subtracts no means.
-        self.is_layer = case.kind == "layer"
+        # `is_layer` is a factor: an RMS norm subtracts no means.
+        self.case, self.u, self.is_layer = case, u, case.kind == "layer"
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
         gamma, self.beta = (np.zeros(case.n) if a is None else case.rows(a)[0] for a in case[1:3])
-        self.gamma = gamma + self.offset + (case.gamma is None)
+        self.gamma = gamma + case.gamma_offset + (case.gamma is None)
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
@@ -134,7 +132,7 @@ class Expected:
         """Return how far off dx / rstd, made of g and xhat, may be: plain, careless; its magnitudes."""
         size, slope = self.is_layer * row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
         magnitude = np.abs(g) + size + np.abs(xhat) * slope
-        bounds = (3 * self._stretch + unit(self.n, self.u)) * magnitude
+        bounds = (3 * self._stretch + unit(self.case.n, self.u)) * magnitude
         # The mean of x off by a shift: once in xhat, once in mean(g xhat), and both.
         bounds += self._shift * (slope + np.abs(xhat) * size + self._shift * size)
         return *bounds, magnitude
@@ -269,12 +267,12 @@ def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> It
     yield tails._replace(name="19 rows of 33" if like.x.ndim > 1 else "a row of 33")
     # Few enough bits to be shifted and scaled exactly in all four dtypes.
     drawn = np.round(np.clip(rng.standard_normal(base.x.shape), -3, 3) * 8) / 8
-    x, eps, number = drawn.astype(base.x.dtype), base.eps, base.x.dtype.type
+    x, eps = drawn.astype(base.x.dtype), base.eps
     if base.kind == "layer":
-        yield base._replace(name="x + 4", x=x + number(4))
+        yield base._replace(name="x + 4", x=x + 4)
     if takes_eps and eps > 0:
-        yield base._replace(name="4 x and 16 eps", x=number(4) * x, eps=16 * eps)
-        yield base._replace(name="x / 4 and eps / 16", x=x / number(4), eps=eps / 16)
+        yield base._replace(name="4 x and 16 eps", x=4 * x, eps=16 * eps)
+        yield base._replace(name="x / 4 and eps / 16", x=x / 4, eps=eps / 16)
     x, dy = (a.reshape(-1, base.n) for a in (base.x, base.dy))
     if (count := len(x)) > 1:
         half = slice((count + 1) // 2)
@@ -312,8 +310,7 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
             yield base._replace(name=f"offset {offset}", x=x)
     # Squares that overflow or underflow in the dtype.
     power = 2.0 ** ((form.emax + 1) // 2 + 4)
-    huge = (power * wide).astype(dtype)
-    yield base._replace(name="huge values", x=huge, tolerated=math.inf)
+    yield base._replace(name="huge values", x=(power * wide).astype(dtype), tolerated=math.inf)
     if eps > 0:
         yield base._replace(name="tiny values", x=(wide / power).astype(dtype))
         yield base._replace(name="rows of 123.456", x=np.full(wide.shape, 123.456, dtype))

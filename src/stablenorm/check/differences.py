@@ -281,9 +281,7 @@ class Argument:
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dy.dtype))
 
-    def _bound_noise(
-        self, samples: list[Array], level: float, reach: Array
-    ) -> tuple[float, float, float]:
+    def _bound_noise(self, samples: list[Array], level: float, reach: Array) -> list[float]:
         """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
         loss = self.loss
         usual = _norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
@@ -294,7 +292,7 @@ class Argument:
         # At least the usual noise of all outputs, in unrelated directions.
         floor = level * _norm((loss.u * reach)[places])
         summed, apart = np.maximum(_SIGMAS * np.sqrt(np.max(variances, axis=0)), floor)
-        return float(summed), float(apart), usual
+        return [float(summed), float(apart), usual]
 
     def places(self, max_elements: int, probes: int) -> list[int | None]:
         """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""

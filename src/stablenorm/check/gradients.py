@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.differences import Argument
-from stablenorm.check.operation import Backward, FaultError, Loss, Operation, as_array
+from stablenorm.check.operation import Backward, FaultError, Given, Loss, Operation, as_array
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
@@ -15,20 +15,14 @@ from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
+Found = tuple[list[ArgumentResult], list[Finding]]
 
 
 def check_gradients(
-    forward: Callable[..., Any],
-    backward: Backward,
-    args: Sequence[Any],
-    *,
-    names: Sequence[str] | None = None,
-    scales: Sequence[Any] | None = None,
-    rng: Any = None,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
+    forward: Callable[..., Any], backward: Backward, args: Sequence[Any],
+    *, names: Sequence[str] | None = None, scales: Sequence[Any] | None = None, rng: Any = None,
+    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+) -> GradientReport:  # fmt: skip
     r"""
     Compare the gradients that `backward` returns with finite differences of `forward`.
 
@@ -101,28 +95,11 @@ def check_gradients(
     >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
     'FAIL'
     """
-    start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    arrays, spans = _check_args(args, names, scales)
-    operation = Operation(forward, backward)
-    try:
-        loss = Loss(operation, arrays, spans, rng)
-        results, findings = _check(loss, probes, max_elements, progress)
-    except FaultError as fault:
-        verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
-        findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
-        why = "there is nothing to compare with"
-        results = [ArgumentResult(label, "NOT CHECKED", message=why) for label in arrays]
+    operation, (arrays, spans) = Operation(forward, backward), check_args(args, names, scales)
+    found = compare(operation, arrays, spans, rng, probes, max_elements, progress)
     about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
-    return GradientReport(
-        tuple(results),
-        operation.forward_calls,
-        tuple(findings),
-        # A modified array spoils results that are then called wrong.
-        tuple(f.message for f in findings if " modifies " in f.message),
-        operation.backward_calls,
-        time.perf_counter() - start,
-        ", ".join(about + [f"seed {seed}"] * isinstance(seed, int)),
-    )
+    about += [f"seed {rng}"] * isinstance(rng, int)
+    return make_report(operation, found, ", ".join(about))
 
 
 def assert_gradients(
@@ -142,23 +119,42 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
+def make_report(operation: Operation, found: Found, about: str, *named: str) -> GradientReport:
+    """Report what was found, what has a name, and what all calls of the operation cost."""
+    results, findings = found
+    # A modified array spoils results that are then called wrong.
+    modified = tuple(f.message for f in findings if " modifies " in f.message)
+    return GradientReport(
+        tuple(results), operation.forward_calls, tuple(findings), modified + named,
+        operation.backward_calls, time.perf_counter() - operation.start, about,
+    )  # fmt: skip
+
+
 @np.errstate(all="ignore")
-def _check(
-    loss: Loss, probes: int, max_elements: int, progress: Progress | None
-) -> tuple[list[ArgumentResult], list[Finding]]:
+def compare(
+    operation: Operation, args: Given, spans: dict[str, Array], rng: Any,
+    probes: int, max_elements: int, progress: Progress | None,
+) -> Found:  # fmt: skip
     """Check the rules of a call, then compare every gradient that can be compared."""
-    form, gradients = "", dict.fromkeys(loss.args)
+    try:
+        loss = Loss(operation, args, spans, np.random.default_rng(rng))
+    except FaultError as fault:
+        verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+        findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
+        why = "there is nothing to compare with"
+        return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
+    form, gradients = "", dict.fromkeys(args)
     # A backward that raises should do so at once.
     try:
-        gradients = loss.operation.gradients(loss.dy.copy(), loss.cache)
+        gradients = operation.gradients(loss.dy.copy(), loss.cache)
     except FaultError as fault:
         form = str(fault)
-    refused = {n: _refused(n, a, gradients[n], form) for n, a in loss.args.items()}
+    refused = {n: _refused(n, a, gradients[n], form) for n, a in args.items()}
     sound = [Argument(loss, name, gradients) for name, result in refused.items() if not result]
     findings = check_rules(loss, sound, backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         why = "the forward is not deterministic"
-        return [ArgumentResult(name, "NOT CHECKED", message=why) for name in loss.args], findings
+        return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
 
     widen_bounds(loss, sound)
     work = [(each, place) for each in sound for place in each.places(max_elements, probes)]
@@ -168,12 +164,12 @@ def _check(
             progress(done, len(work))
     judged = {argument.name: argument.judge() for argument in sound}
     findings += [bent for _, bent in judged.values() if bent]
-    if message := loss.operation.overwritten:
+    if message := operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
         name = ("y always has one shape", "the forward can be called near the arguments")[raised]
         findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
-    return [refused[name] or judged[name][0] for name in loss.args], findings
+    return [refused[name] or judged[name][0] for name in args], findings
 
 
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
@@ -190,12 +186,11 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
         fault = str(error)
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
-    if not array.size:
-        return ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
-    return None
+    empty = ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
+    return None if array.size else empty
 
 
-def _check_args(
+def check_args(
     args: Sequence[Any], names: Sequence[str] | None, scales: Sequence[Any] | None
 ) -> tuple[dict[str, Array | None], dict[str, Array]]:
     """Return by name the arguments, as C-contiguous copies, and their scales, flat powers of two."""

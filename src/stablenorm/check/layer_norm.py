@@ -1,7 +1,6 @@
 """`check_layer_norm` and `check_rms_norm`: the closed form judges, finite differences confirm."""
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,29 +13,20 @@ from stablenorm.check import closed_form
 from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.differences import name_pattern, place_of
-from stablenorm.check.gradients import Progress, check_gradients
+from stablenorm.check.gradients import Progress, check_args, compare, make_report
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
-from stablenorm.formats import is_supported
+from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import check_eps
 
 
 def check_layer_norm(
-    forward: Callable[..., Any],
-    backward: Backward,
-    x: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
-    *,
-    gamma_offset: float = 0.0,
-    rng: Any = None,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
+    forward: Callable[..., Any], backward: Backward, x: Any = None, gamma: Any = None,
+    beta: Any = None, eps: float = 1e-5, *, gamma_offset: float = 0.0, rng: Any = None,
+    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+) -> GradientReport:  # fmt: skip
     """
     Check a layer normalization over the last axis, and name what is wrong with it.
 
@@ -93,25 +83,15 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    given = x, gamma, beta, eps
-    return _check("layer", (forward, backward), given, gamma_offset, rng, options)
+    given, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
+    return _check("layer", forward, backward, given, rng, options)
 
 
 def check_rms_norm(
-    forward: Callable[..., Any],
-    backward: Backward,
-    x: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
-    *,
-    gamma_offset: float = 0.0,
-    rng: Any = None,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
+    forward: Callable[..., Any], backward: Backward, x: Any = None, gamma: Any = None,
+    beta: Any = None, eps: float = 1e-5, *, gamma_offset: float = 0.0, rng: Any = None,
+    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+) -> GradientReport:  # fmt: skip
     """
     Check an RMS normalization over the last axis, and name what is wrong with it.
 
@@ -123,18 +103,17 @@ def check_rms_norm(
     >>> check_rms_norm(rms_norm_forward, rms_norm_backward, rng=0).verdict
     'PASS'
     """
-    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    given = x, gamma, beta, eps
-    return _check("rms", (forward, backward), given, gamma_offset, rng, options)
+    given, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
+    return _check("rms", forward, backward, given, rng, options)
 
 
 @np.errstate(all="ignore")
 def _check(
-    kind: str, functions: Any, given: Any, gamma_offset: float, rng: Any, options: dict[str, Any]
+    kind: str, forward: Any, backward: Any, given: Any, rng: Any, options: tuple[Any, ...]
 ) -> GradientReport:
-    """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
-    start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    (forward, backward), (x, gamma, beta, eps) = functions, given
+    """Check one norm of the arguments `given`; `options` are the last of `check_gradients`."""
+    seed, rng = rng, np.random.default_rng(rng)
+    x, gamma, beta, eps, gamma_offset = given
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -148,18 +127,19 @@ def _check(
     if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {gamma_offset}"
         raise ValueError(msg)
-    scale = None
-    if usable := is_supported(x.dtype) and x.ndim > 0 and x.size > 0 and np.isfinite(x).all():
-        # The distance over which a row's y changes: sqrt(var + eps).
-        scale = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
-        scale = np.where(scale > 0, scale, 1)
-    options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
-    report = check_gradients(lambda *a: forward(*a, eps), backward, [x, gamma, beta], **options)
-    operation, findings = Operation(forward, backward), list(report.findings)
+    check_dtype("x", x)
+    has_rows = x.ndim > 0 and x.size > 0
+    # The distance over which a row's y changes: sqrt(var + eps).
+    s = closed_form.statistics(x.astype(np.float64), eps, kind)[1] if has_rows else 1.0
+    scales = np.where(s > 0, s, 1), None, None
+    arrays, spans = check_args([x, gamma, beta], ARGUMENTS[:3], scales)
+    # The closed form has cases of another eps.
+    operation = Operation(lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps), backward)
+    results, findings = compare(operation, arrays, spans, rng, *options)
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
-    if usable and fits and any(each.verdict != "NOT CHECKED" for each in report.arguments):
+    if has_rows and fits and any(each.verdict != "NOT CHECKED" for each in results):
         with warnings.catch_warnings(action="ignore"):
             try:
                 judged, named = _look(operation, norm, rng, findings)
@@ -171,15 +151,8 @@ def _check(
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
         mean = " - mean(g)" * (kind == "layer")
         about += f"\ndx = rstd (g{mean} - xhat mean(g xhat)), where g = gamma dy"
-    return GradientReport(
-        tuple(_decided(each, judged.get(f"d{each.name}", [])) for each in report.arguments),
-        report.forward_calls + operation.forward_calls,
-        tuple(findings),
-        report.diagnosis + named,
-        report.backward_calls + operation.backward_calls,
-        time.perf_counter() - start,
-        about,
-    )
+    results = [_decided(each, judged.get(f"d{each.name}", [])) for each in results]
+    return make_report(operation, (results, findings), about, *named)
 
 
 def _look(

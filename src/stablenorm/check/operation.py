@@ -1,5 +1,6 @@
 """Call the functions under test safely, and measure what they return."""
 
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ class Operation:
     """A forward and its backward; watches the calls, and turns what they raise into a FaultError."""
 
     def __init__(self, forward: Callable[..., Any], backward: Backward):
-        self._forward, self._backward = forward, backward
+        self._forward, self._backward, self.start = forward, backward, time.perf_counter()
         self.forward_calls = self.backward_calls = 0
         # Words for the arrays that a "forward" or a "backward" has modified.
         self.modified: dict[str, str] = {}

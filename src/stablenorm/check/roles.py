@@ -37,8 +37,7 @@ def key_of(name: object) -> str:
 
 def role_of(name: object) -> str:
     """Return the role of an argument; empty for a name that is not known."""
-    roles = ("settings", *ARGUMENTS)
-    return next((role for role in roles if key_of(name) in NAMES[role]), "")
+    return next((role for role in ("settings", *ARGUMENTS) if key_of(name) in NAMES[role]), "")
 
 
 def gradient_role(name: object) -> str:
@@ -74,12 +73,11 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
             returned = (dx, *others)
     if isinstance(returned, np.ndarray) and not takes:
         returned = (returned,)
-    if isinstance(returned, (tuple, list)):
-        # Some return all three: None for what is not there.
-        for names in (("x", *takes), ARGUMENTS[:3]):
-            if len(returned) == len(names):
-                return dict(zip(names, returned, strict=True))
-    return {}
+    if not isinstance(returned, (tuple, list)):
+        return {}
+    # Some return all three: None for what is not there.
+    names = {3: ARGUMENTS[:3], 1 + len(takes): ("x", *takes)}
+    return dict(zip(names.get(len(returned), ()), returned, strict=False))
 
 
 def in_order(

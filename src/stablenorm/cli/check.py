@@ -138,13 +138,12 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
         data = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
         try:
             # A copy: code that modifies its x is for the check to judge.
-            wrong = _objection(norm, deepcopy(data), arguments.eps)
+            if not (wrong := _objection(norm, deepcopy(data), arguments.eps)):
+                return data, notes
             accepted.append(data)
         except FaultError as fault:
             wrong = str(fault)
             refused.append(fault)
-        if not wrong:
-            return data, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # Wrong shapes, or a backward that raises, are for the check to judge.
     if accepted:

@@ -204,7 +204,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
         y, *cache = result if isinstance(result, tuple) else (result,)
 
         def pull(dy: Array) -> list[Any]:
-            returned = backward(**_given_to_backward(wanted, x, cache, dy))
+            returned = backward(**_arguments(wanted, x, cache, dy))
             held = _slots(instance, takes)
             found = {gradient_role(s.name): s.value for s in held if s.value is not None}
             # A single array, or a list of one, is dx, and the others are stored.
@@ -252,10 +252,8 @@ def _make(file: UserFile, class_: Any, n: int) -> tuple[Any, list["_Slot"]]:
     raise FaultError(msg)
 
 
-def _given_to_backward(
-    names: list[str], x: Array, cache: Sequence[Any], dy: Array
-) -> dict[str, Any]:
-    """Return the arguments of a backward: dy; of some x, or a cache, or, where a layer learns there, a rate."""
+def _arguments(names: list[str], x: Array, cache: Sequence[Any], dy: Array) -> dict[str, Any]:
+    """Return what a backward is to be given: dy; of some x, or a cache, or, where a layer learns there, a rate."""
     others = [name for name in names if role_of(name) != "x"] or names
     if key_of(others[0]) in NAMES["cache"]:
         others[:2] = others[1::-1]
