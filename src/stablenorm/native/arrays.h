@@ -85,7 +85,7 @@ bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> oth
     if (!PyArray_CheckExact(out) || !is_given(like)) return false;
     PyArrayObject *a = (PyArrayObject*)out, *b = (PyArrayObject*)like;
     bool fits = PyArray_TYPE(a) == PyArray_TYPE(b) && PyArray_SAMESHAPE(a, b) && PyArray_ISWRITEABLE(a);
-    for (PyObject* each : others) fits = fits && are_apart(a, each);
+    for (PyObject* other : others) fits = fits && are_apart(a, other);
     return fits;
 }
 
@@ -96,8 +96,8 @@ constexpr Index LARGE = 1 << 20;
 
 void* handler_malloc(void*, size_t size) { return memory::take(size); }
 void* handler_calloc(void*, size_t count, size_t size) {
-    void* found = size && count > SIZE_MAX / size ? nullptr : memory::take(count * size);
-    return found ? memset(found, 0, count * size) : nullptr;
+    void* zeros = size && count > SIZE_MAX / size ? nullptr : memory::take(count * size);
+    return zeros ? memset(zeros, 0, count * size) : nullptr;
 }
 void* handler_realloc(void*, void* old, size_t size) { return memory::grow(old, size); }
 void handler_free(void*, void* old, size_t) { memory::give(old); }
@@ -136,8 +136,8 @@ PyObject* new_array(PyArray_Descr* descr, int ndim, const npy_intp* shape) {
 }
 
 // Returns the user's array for a result, or a new one like another.
-PyObject* result_like(PyObject* given, PyArrayObject* like) {
-    return is_given(given) ? Py_NewRef(given) : new_array(PyArray_DESCR(like), PyArray_NDIM(like), PyArray_DIMS(like));
+PyObject* result_like(PyObject* out, PyArrayObject* like) {
+    return is_given(out) ? Py_NewRef(out) : new_array(PyArray_DESCR(like), PyArray_NDIM(like), PyArray_DIMS(like));
 }
 
 // Makes a vector of one number for each row or column.

@@ -12,9 +12,9 @@ constexpr int B = 4;
 // m: the smallest of four g.
 template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n) {
     Index s = n < 4 ? 0 : n / 4;
-    T some[4] = {dy[0], dy[s], dy[2 * s], dy[3 * s]};
+    T sample[4] = {dy[0], dy[s], dy[2 * s], dy[3 * s]};
     double g[4];
-    write(g, load<4, AT_MOST_FOUR>(some));
+    write(g, load<4, AT_MOST_FOUR>(sample));
     for (int i = 0; i < 4; i++) g[i] *= gamma[i * s];
     double a = std::fabs(g[0]) < std::fabs(g[1]) ? g[0] : g[1], b = std::fabs(g[2]) < std::fabs(g[3]) ? g[2] : g[3];
     return std::fabs(a) < std::fabs(b) ? a : b;
@@ -72,7 +72,7 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     }
     for (Index start = 0; start < n; start += block) {
         Along<R, N> part = {};
-        each_columns<K>(start, at_most(start + block, n), [&](Index j, Index some) INLINE_LAMBDA {
+        each_columns<K>(start, at_most(start + block, n), [&](Index j, Index count) INLINE_LAMBDA {
             double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
             double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
             N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
@@ -80,12 +80,12 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
             if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                N d = load<K, W>(dy[r] + j, some), v = load<K, W>(x[r] + j, some);
+                N d = load<K, W>(dy[r] + j, count), v = load<K, W>(x[r] + j, count);
                 N centered = M::CENTER ? v - mean[r] : v;
                 N xhat = M::CENTER || M::NEAREST ? fma(centered, rstd[r], s[r]) : v * rstd[r];
                 N g = M::LAYER ? fma(d, u, m[r]) : d * u;  // u |g - m|
                 if (KEPT<T>) store(kept_centered[r] + j, centered), store(kept_g[r] + j, g);
-                if (some < K) g = first(g, some);
+                if (count < K) g = first(g, count);
                 if (M::LAYER) part.plain[r] = part.plain[r] + g;
                 part.product[r] = fma(g, xhat, part.product[r]);
                 sb = sb + d, sg = fma(d, xhat, sg);  // u |dy|; |dy| (a |xhat| + b), and u |dy xhat| for each addition
@@ -109,7 +109,7 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     }
 }
 
-// Computes dx of some columns of a row: rstd * (g - m) + (x - mean) * p + q, or with x * p. NEAREST: dx less a bound.
+// Computes dx of a register of columns: rstd * (g - m) + (x - mean) * p + q, or with x * p. NEAREST: dx less a bound.
 template <class M> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
     template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
@@ -134,33 +134,33 @@ template <class M, bool PAST, class T, class To>
 NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Uncertified* uncertified = nullptr) {
     Projected<M> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
-    Uncertified found = {M::NEAREST ? uncertified->at : nullptr, 0};
+    Uncertified failed = {M::NEAREST ? uncertified->at : nullptr, 0};
     // If v and v + 2 bound round alike, so does everything between. Midpoints are excluded: they round to even.
     Lanes<L> both = broadcast<L>(2 * of.bound);
-    auto at = [&](Index j, Index some) INLINE_LAMBDA {
+    auto at = [&](Index j, Index count) INLINE_LAMBDA {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
-        else return row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
+        else return row(load<L>(dy + j, count), load<L>(x + j, count), load<L>(gamma + j));
     };
-    Index count = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (count - 1) * L;
-    for (Index k = 0; k < count; k++, j += step) {
+    Index registers = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (registers - 1) * L;
+    for (Index k = 0; k < registers; k++, j += step) {
         __builtin_prefetch(dy + j + ahead), __builtin_prefetch(x + j + ahead);
         Lanes<L> v = at(j, L);
-        if (M::NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
+        if (M::NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) failed.at[failed.count++] = j;
         store<PAST>(dx + j, M::NEAREST ? beside_midpoints(v) : v);
     }
-    if ((j = count * L) < n) {
+    if ((j = registers * L) < n) {
         store(dx + j, at(j, n - j), n - j);
-        if (M::NEAREST) found.at[found.count++] = j;
+        if (M::NEAREST) failed.at[failed.count++] = j;
     }
-    if (M::NEAREST) *uncertified = found;
+    if (M::NEAREST) *uncertified = failed;
 }
 
 template <class M, class T>
 NOINLINE bool is_uncertified(const Back<T>& of, T* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<M> row(of);
-    return round_again<L>(dx, n, uncertified, [&](Index j, Index some, Lanes<L>& v) INLINE_LAMBDA {
-        Lanes<L> x = load<L>(of.x + j, some);
-        v = row(load<L>(of.dy + j, some), x, load<L>(gamma + j));
+    return round_again<L>(dx, n, uncertified, [&](Index j, Index count, Lanes<L>& v) INLINE_LAMBDA {
+        Lanes<L> x = load<L>(of.x + j, count);
+        v = row(load<L>(of.dy + j, count), x, load<L>(gamma + j));
         return bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? x - row.mean : x) * row.rstd);
     });
 }

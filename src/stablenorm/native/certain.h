@@ -109,10 +109,10 @@ template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes
 }
 
 // Whether v - error and v + error round differently.
-template <class To, int L, int W> NOINLINE bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index some) {
+template <class To, int L, int W> NOINLINE bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index count) {
     To less[L], more[L];
     store(less, v - error), store(more, v + error);
-    return memcmp(less, more, (size_t)some * sizeof(To)) != 0;
+    return memcmp(less, more, (size_t)count * sizeof(To)) != 0;
 }
 
 }  // namespace

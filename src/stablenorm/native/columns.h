@@ -29,10 +29,10 @@ inline void widen(const char* from, Type type, double neutral, double* to, Index
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
     for (Index j = 0; !from && j < n; j++) to[j] = neutral;
     if (from) of_type(type, [&](auto* kind) {
-        each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-            Lanes<L> v = load<L>((decltype(kind))from + j, some);
+        each_columns<L>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+            Lanes<L> v = load<L>((decltype(kind))from + j, count);
             for (auto& e : v.v) e = e == e ? e : broadcast<WIDEST>(__builtin_nan("")).v[0];
-            store(to + j, v, some);
+            store(to + j, v, count);
         });
     });
 }
@@ -151,16 +151,16 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     };
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
-        T some[2][TOGETHER][8] = {};
+        T gathered[2][TOGETHER][8] = {};
         for (Index top = 0; top < c.rows; top += TOGETHER) {
             Index rows = at_most(c.rows - top, TOGETHER);
             for (Index i = 0; i < rows; i++) {
                 const T *dy = (T*)row_of(c.dy, top + i) + start, *x = (T*)row_of(c.x, top + i) + start;
-                for (Index k = 0; k < count; k++) some[0][i][k] = dy[columns[k]];
-                for (Index k = 0; which == 0 && k < count; k++) some[1][i][k] = x[columns[k]];
+                for (Index k = 0; k < count; k++) gathered[0][i][k] = dy[columns[k]];
+                for (Index k = 0; which == 0 && k < count; k++) gathered[1][i][k] = x[columns[k]];
             }
             for (Index i = 0; i < rows; i++) {
-                N d = load<8>(some[0][i]), v = load<8>(some[1][i]);
+                N d = load<8>(gathered[0][i]), v = load<8>(gathered[1][i]);
                 if (which == 1) {
                     size = size + add({d, N{}});
                 } else if constexpr (DEEP) {
@@ -188,28 +188,28 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
 // Sums the uncertified columns closely, with statistics in float64 and then in pairs, and rounds those that this certifies.
 // dbeta is certified where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
 template <class To> void finish_uncertified(const Call& c, int which, Index start, Index count, const Block& of, To* out, uint8_t* uncertified) {
-    Index columns[COLUMNS], found = 0;
+    Index columns[COLUMNS], remaining = 0;
     for (Index j = 0; j < count; j++)
-        if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[found++] = j;
+        if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[remaining++] = j;
     auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
     for (auto sum : {shallow, deep}) {
         Index rest = 0;
-        for (Index first = 0; first < found; first += 8) {
-            Index some = at_most(found - first, 8);
-            Close close = sum(c, which, start, columns + first, some);
+        for (Index first = 0; first < remaining; first += 8) {
+            Index together = at_most(remaining - first, 8);
+            Close close = sum(c, which, start, columns + first, together);
             double high[8], low[8], error[8];
             store(high, close.sum.high), store(low, close.sum.low), store(error, close.error);
             To results[8];
             uint8_t differ[8];
             round_pairs(results, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
-            for (Index k = 0; k < some; k++) {
+            for (Index k = 0; k < together; k++) {
                 Index column = columns[first + k];
                 bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
                 if (certain) out[column] = results[k], uncertified[column] = 0;
                 else columns[rest++] = column;
             }
         }
-        found = which == 0 ? rest : 0;
+        remaining = which == 0 ? rest : 0;
     }
 }
 

@@ -28,8 +28,8 @@ constexpr Index LEAST_AHEAD = 1 << 14;
 
 // Converts n elements, each rounded once. Prefetches what follows, mostly the next row: twice as fast beyond the caches.
 template <class From, class To> NOINLINE void convert(const From* from, To* to, Index n) {
-    each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        __builtin_prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j, some), some);
+    each_columns<L>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        __builtin_prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j, count), count);
     });
 }
 
@@ -68,11 +68,11 @@ namespace pairs {
 NOINLINE inline Pair<double> range_of(const double* dy, Index n) {
     using I = Register<int64_t, WIDEST>;
     I least = I{} + INT64_MAX, most = {};
-    each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+    each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         // The sizes of finite numbers order like their bits.
-        N sizes = magnitude(load<P>(dy + j, some));
-        for (auto& each : sizes.v) {
-            I size = (I)each, other = size == 0 ? I{} + INT64_MAX : size;
+        N sizes = magnitude(load<P>(dy + j, count));
+        for (auto& lanes : sizes.v) {
+            I size = (I)lanes, other = size == 0 ? I{} + INT64_MAX : size;
             least = other < least ? other : least, most = size > most ? size : most;
         }
     });
@@ -86,8 +86,8 @@ NOINLINE inline Pair<double> range_of(const double* dy, Index n) {
 struct ToFloat64 {
     static constexpr bool STAGED = false;
     double* at;
-    INLINE void operator()(Index j, Index some, Pairs v, N) {
-        store(at + j, v.high + v.low, some);
+    INLINE void operator()(Index j, Index count, Pairs v, N) {
+        store(at + j, v.high + v.low, count);
     }
 };
 struct ToPairs {
@@ -102,14 +102,14 @@ struct ToCertain {
     double* at;
     double bound;
     Register<int64_t, WIDEST> uncertified = {};
-    INLINE void operator()(Index j, Index some, Pairs v, N size) {
+    INLINE void operator()(Index j, Index count, Pairs v, N size) {
         // The first term covers the rounding of the low part and of its sum with the bound.
         N error = fma(broadcast<P>(0x1p-52), magnitude(v.low), broadcast<P>(bound) * size);
         N most = v.high + (v.low + error), least = v.high + (v.low - error);
-        if (some < P) most = first(most, some), least = first(least, some);
+        if (count < P) most = first(most, count), least = first(least, count);
         uncertified |= differences(most, least);
         // Zero gets the sign of plus.
-        store(at + j, most + broadcast<P>(0.0), some);
+        store(at + j, most + broadcast<P>(0.0), count);
     }
 };
 
@@ -118,9 +118,9 @@ struct ToCertain {
 // ---- rounding ----
 
 // Rounds pairs once, with Ziv's rounding test if there are sizes: each errs by at most bound * size. Returns whether an
-// element is uncertified, and writes to `each`, if it is not null, which are.
+// element is uncertified, and writes to `flags`, if it is not null, which are.
 template <class T>
-NOINLINE bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* each = nullptr) {
+NOINLINE bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* flags = nullptr) {
     using N = pairs::N;
     bool uncertified = false;
     auto rounded = [](N a, N b) INLINE_LAMBDA {
@@ -129,8 +129,8 @@ NOINLINE bool round_pairs(T* out, const double* high, const double* low, const d
         if constexpr (sizeof(T) == 8) return sum.high + broadcast<8>(0.0);
         else return odd_sum(sum.high, sum.low) + broadcast<8>(0.0);
     };
-    // With `some` a constant, memcmp and memcpy are no calls.
-    each_columns<8>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
+    // With `count` a constant, memcmp and memcpy are no calls.
+    each_columns<8>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         N a = load<8>(high + j), b = load<8>(low + j);
         T upper[8], lower[8];
         bool differ = false;
@@ -141,10 +141,10 @@ NOINLINE bool round_pairs(T* out, const double* high, const double* low, const d
             b = b + error;
         }
         store(upper, rounded(a, b));
-        if (size) differ = memcmp(lower, upper, sizeof(T) * (size_t)some) != 0, uncertified |= differ;
-        if (each) memset(each + j, 0, (size_t)some);
-        for (Index k = 0; each && differ && k < some; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
-        memcpy(out + j, upper, sizeof(T) * (size_t)some);
+        if (size) differ = memcmp(lower, upper, sizeof(T) * (size_t)count) != 0, uncertified |= differ;
+        if (flags) memset(flags + j, 0, (size_t)count);
+        for (Index k = 0; flags && differ && k < count; k++) flags[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
+        memcpy(out + j, upper, sizeof(T) * (size_t)count);
     });
     return uncertified;
 }
@@ -160,10 +160,10 @@ NOINLINE inline void add_row(const double* plus, double* high, double* low, Inde
 
 // Writes the sums of two rows, each rounded once. ODD: by way of float64; else a + b holds them, or may be rounded twice.
 template <bool ODD = false, class A, class B, class T> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n) {
-    each_columns<8>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        pairs::N one = load<8>(a + j, some), other = load<8>(b + j, some);
+    each_columns<8>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        pairs::N one = load<8>(a + j, count), other = load<8>(b + j, count);
         Pair<pairs::N> sum = two_sum(one, other);
-        store(to + j, ODD ? odd_sum(sum.high, sum.low) : one + other, some);
+        store(to + j, ODD ? odd_sum(sum.high, sum.low) : one + other, count);
     });
 }
 

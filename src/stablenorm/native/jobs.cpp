@@ -52,8 +52,8 @@ template <class T> void further(T*& p, Index bytes) {
 Call sample_of(const Call& all, Index sample, double* room) {
     Call c = all;
     Index row = sample * c.rows;
-    for (Rows* each : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(each->data, row * each->stride);
-    for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, row * 8);
+    for (Rows* rows : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(rows->data, row * rows->stride);
+    for (double** words : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*words, row * 8);
     further(c.marks, row), further(c.gamma, sample * c.gamma_stride), further(c.beta, sample * c.beta_stride);
     for (int k = 0; k < 2; k++) {
         further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.uncertified[k], sample * 2 * c.n);
@@ -132,8 +132,8 @@ Index backward_rows(Index rows, Index n, bool nearest) {
     Index limit = std::max(std::min(SUMS / n, MOST_TILES), FEWEST_TILES);
     Index few = std::min(std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
     Index tiles = std::min(std::max<Index>(std::max(rows * n / BACKWARD_TILE, few), 1), limit);
-    Index each = std::max<Index>((rows + tiles - 1) / tiles, 1);
-    return (each + GROUP - 1) / GROUP * GROUP;
+    Index size = std::max<Index>((rows + tiles - 1) / tiles, 1);
+    return (size + GROUP - 1) / GROUP * GROUP;
 }
 
 bool has_huge_dy(const Call& c) {
@@ -173,22 +173,22 @@ State run(Call& c, int threads) {
 // ---- which kernels ----
 
 const Kernels* const* available() {
-    static const Kernels* found[4];
+    static const Kernels* usable[4];
     int count = 0;
 #if defined(__x86_64__) || defined(_M_X64)
     __builtin_cpu_init();
 #if !defined(ALONE)
-    if (has_v4()) found[count++] = &kernels_x86_64_v4;
+    if (has_v4()) usable[count++] = &kernels_x86_64_v4;
 #endif
-    if (has_v3()) found[count++] = &kernels_x86_64_v3;
+    if (has_v3()) usable[count++] = &kernels_x86_64_v3;
 #if defined(WITH_NARROW)
-    if (has_v3()) found[count++] = &kernels_narrow;
+    if (has_v3()) usable[count++] = &kernels_narrow;
 #endif
 #elif defined(__aarch64__)
-    found[count++] = &kernels_arm64;
+    usable[count++] = &kernels_arm64;
 #endif
-    found[count] = nullptr;
-    return found;
+    usable[count] = nullptr;
+    return usable;
 }
 
 }  // namespace jobs

@@ -25,7 +25,7 @@ struct Block {
 };
 Block idle[BLOCKS];
 int count;
-size_t kept, limit = 512 << 20;
+size_t idle_size, limit = 512 << 20;
 std::mutex mutex;
 
 #if !defined(_WIN32)
@@ -43,7 +43,7 @@ size_t capacity_of(size_t bytes) {
 
 Block remove(int i) {
     Block block = idle[i];
-    kept -= block.capacity;
+    idle_size -= block.capacity;
     for (count--; i < count; i++) idle[i] = idle[i + 1];
     return block;
 }
@@ -58,7 +58,7 @@ Block find(size_t capacity) {
 
 // Frees the longest idle blocks until `most` bytes are kept; the lock is held.
 void release(size_t most) {
-    while (count && (kept > most || count == BLOCKS)) free(remove(0).base);
+    while (count && (idle_size > most || count == BLOCKS)) free(remove(0).base);
 }
 
 }  // namespace
@@ -100,12 +100,12 @@ void give(void* memory) {
     if (block.capacity > limit) return free(block.base);
     release(limit - block.capacity);
     idle[count++] = block;
-    kept += block.capacity;
+    idle_size += block.capacity;
 }
 
 size_t idle_bytes() {
     std::lock_guard<std::mutex> lock(mutex);
-    return kept;
+    return idle_size;
 }
 
 void set_limit(size_t bytes) {

@@ -37,7 +37,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // Set while a thread takes the GIL back: if Python ends meanwhile, a daemon thread is unwound from there, without the GIL.
 thread_local bool without_gil;
 
-// References that are given up together.
+// References that are dropped together.
 struct Owned {
     PyObject* all[16];
     int count = 0;
@@ -119,29 +119,29 @@ bool run(Call& c, PyObject* threads) {
     int count = 1;
     if (elements >= WORTH_SHARING) {
         Owned own;
-        PyObject* found = is_given(threads) ? threads : own(PyObject_CallNoArgs(given_once[GET_NUM_THREADS]));
-        count = found ? (int)PyLong_AsLong(found) : 1;
+        PyObject* number = is_given(threads) ? threads : own(PyObject_CallNoArgs(given_once[GET_NUM_THREADS]));
+        count = number ? (int)PyLong_AsLong(number) : 1;
         if (PyErr_Occurred()) return false;
     }
     PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
     without_gil = state;
-    jobs::State found = jobs::run(c, count);
+    jobs::State ended = jobs::run(c, count);
     if (state) PyEval_RestoreThread(state);
     without_gil = false;
-    if (found == jobs::NO_MEMORY) PyErr_NoMemory();
-    return found == jobs::DONE;
+    if (ended == jobs::NO_MEMORY) PyErr_NoMemory();
+    return ended == jobs::DONE;
 }
 
 // ---- forward ----
 
 PyObject* new_statistics(const Call& c, const Words& words) {
-    PyObject* kept = PyTuple_New(of_statistics::fields);
-    for (int i = 0; kept && i < of_statistics::fields; i++) {
+    PyObject* statistics = PyTuple_New(of_statistics::fields);
+    for (int i = 0; statistics && i < of_statistics::fields; i++) {
         double** place = (size_t)i < WORDS ? words[(size_t)i] : nullptr;
         PyObject* word = place ? new_vector(c.samples * c.rows, NPY_DOUBLE, *place) : Py_NewRef(Py_None);
-        if (!word || PyTuple_SetItem(kept, i, word) < 0) return Py_DECREF(kept), nullptr;
+        if (!word || PyTuple_SetItem(statistics, i, word) < 0) return Py_DECREF(statistics), nullptr;
     }
-    return kept;
+    return statistics;
 }
 
 // Arguments: x, norm, axis, out, backend, keep, residual, where, threads; for plain rows also the sum of x and the residual,
@@ -169,22 +169,22 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.plus.data) c.source = c.x, see_rows(total, c.x);
     see_rows(y, c.y), c.in_pairs = c.x.type == F64;
     PyObject* marks = c.pairs() ? own(new_vector(c.samples * c.rows, NPY_UINT8, c.marks)) : y;
-    PyObject* kept = keep ? own(new_statistics(c, words_of(c))) : Py_None;
-    if (!marks || !kept) return nullptr;
+    PyObject* statistics = keep ? own(new_statistics(c, words_of(c))) : Py_None;
+    if (!marks || !statistics) return nullptr;
     jobs::plan(c);
     if (!run(c, args[THREADS])) return declined();
-    if (keep) kept = own(as_named(STATISTICS, Py_NewRef(kept)));
+    if (keep) statistics = own(as_named(STATISTICS, Py_NewRef(statistics)));
     PyObject* source = c.plus.data ? total : args[X];
-    if (kept && has_any(c.marks, c.samples * c.rows)) {
+    if (statistics && has_any(c.marks, c.samples * c.rows)) {
         pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, norm, kept, marks, c.samples);
+        PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, norm, statistics, marks, c.samples);
         if (!own(done)) return nullptr;
     }
-    if (!kept) return nullptr;
+    if (!statistics) return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
     PyObject *axes = own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), *backend = own(PyUnicode_FromString("native"));
     if (!axes || !backend) return nullptr;
-    PyObject* cache = own(as_named(CACHE, PyTuple_Pack(of_cache::fields, source, norm, axes, kept, backend, Py_None)));
+    PyObject* cache = own(as_named(CACHE, PyTuple_Pack(of_cache::fields, source, norm, axes, statistics, backend, Py_None)));
     return cache ? PyTuple_Pack(2, y, cache) : nullptr;
 }
 
@@ -193,13 +193,13 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // The statistics of a cache of a forward of plain rows.
 bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
     if (!is_a(of, CACHE) || is_given(field(of, of_cache::where)) || !is_word(field(of, of_cache::backend), "native")) return false;
-    PyObject *x = field(of, of_cache::x), *axes = field(of, of_cache::axis), *kept = field(of, of_cache::statistics);
+    PyObject *x = field(of, of_cache::x), *axes = field(of, of_cache::axis), *statistics = field(of, of_cache::statistics);
     if (!see_x(x, samples, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
     bool is_last = PyTuple_Size(axes) == 1 && PyLong_AsLong(field(axes, 0)) == PyArray_NDIM((PyArrayObject*)x) - 1;
     Index rows = c.samples * c.rows;
     Words words = words_of(c);
     for (size_t i = 0; is_last && i < WORDS; i++) {
-        PyArrayObject* word = (PyArrayObject*)field(kept, (Py_ssize_t)i);
+        PyArrayObject* word = (PyArrayObject*)field(statistics, (Py_ssize_t)i);
         if (!words[i]) continue;
         bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
         if (!usable || PyArray_SIZE(word) != rows) return false;
@@ -242,19 +242,19 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* likes[] = {x, field(norm, of_norm::gamma), field(norm, of_norm::beta)};
     PyObject* results[] = {Py_None, Py_None, Py_None};
     for (int i = 0; i < 3; i++) {
-        PyObject* given = is_given(out) ? field(out, i) : Py_None;
+        PyObject* target = is_given(out) ? field(out, i) : Py_None;
         // `functional` judges an out for a gradient that is not wanted, or that is not like it or apart from all others.
-        if (is_given(given) && !wanted[i]) return declined();
+        if (is_given(target) && !wanted[i]) return declined();
         // dx may overwrite dy if nothing reads dy again.
-        PyObject* read = given == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
-        if (is_given(given) && !is_more && !is_room(given, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]})) return declined();
-        if (!wanted[i] || !(is_given(given) || is_given(likes[i]))) continue;
-        if (c.accumulate && i > 0 && !is_given(given)) return declined();
-        results[i] = own(result_like(given, (PyArrayObject*)likes[i]));
+        PyObject* read = target == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
+        if (is_given(target) && !is_more && !is_room(target, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]})) return declined();
+        if (!wanted[i] || !(is_given(target) || is_given(likes[i]))) continue;
+        if (c.accumulate && i > 0 && !is_given(target)) return declined();
+        results[i] = own(result_like(target, (PyArrayObject*)likes[i]));
         if (!results[i]) return nullptr;
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
-    PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache::statistics);
+    PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *statistics = field(args[OF_CACHE], of_cache::statistics);
     c.y.type = c.x.type;
     if (is_given(results[0]) && !see_room(results[0], c.y)) return declined();
     for (int i = 0; i < 2; i++) {
@@ -279,7 +279,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
     if (gradients && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns))) {
         pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, kept, gradients, args[DSUM], marks, uncertified, partial, c.samples);
+        PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, c.samples);
         if (!own(done)) return nullptr;
     }
     return gradients ? Py_NewRef(gradients) : nullptr;

@@ -83,11 +83,11 @@ INLINE Pairs total(const double (*lanes)[WIDEST][GROUP]) {
 template <bool LAYER, bool SHIFT, class T> NOINLINE void measure(const T* x, Index n, double guess, Sums& sums, int r) {
     N k = broadcast<P>(-guess);
     Pairs sum = {}, squares = {};
-    auto add = [&](Index j, Index some) INLINE_LAMBDA {
-        N v = load<P>(x + j, some);
+    auto add = [&](Index j, Index count) INLINE_LAMBDA {
+        N v = load<P>(x + j, count);
         if constexpr (SHIFT) {
             Pairs c = two_sum(v, k);
-            if (some < P) c = {first(c.high, some), first(c.low, some)};
+            if (count < P) c = {first(c.high, count), first(c.low, count)};
             sum = sum + c, squares = squares + square(c);
         } else {
             if (LAYER) sum = sum + v;
@@ -188,15 +188,15 @@ template <bool LAYER> INLINE N shared(N size, N v) {
 
 // y of row r of a group into a sink of finish.h. The error bound of an element is a multiple of its size.
 template <bool LAYER, bool NEAR = false, class Out>
-NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
+NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& parameters) {
     constexpr bool STAGED = Out::STAGED;
     Row row(of.at(r));
-    each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        N v = load<P>(x + j, some), u = load<P>(given.gamma + j);
+    each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        N v = load<P>(x + j, count), u = load<P>(parameters.gamma + j);
         Pairs h = xhat_of<LAYER, NEAR>(v, row);
         Pairs scaled = h * u;
-        if (STAGED) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
-        out(j, some, scaled + load<P>(given.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
+        if (STAGED) scaled.low = fma(h.high, load<P>(parameters.gamma_low + j), scaled.low);
+        out(j, count, scaled + load<P>(parameters.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
     });
     return out;
 }
@@ -219,18 +219,18 @@ struct Columns {
     bool sizes;
 };
 
-template <bool STAGED> INLINE Pairs g_of(N d, Index j, const Parameters& given) {
-    Pairs g = two_product(d, load<P>(given.gamma + j));
-    if (STAGED) g.low = fma(d, load<P>(given.gamma_low + j), g.low);
+template <bool STAGED> INLINE Pairs g_of(N d, Index j, const Parameters& parameters) {
+    Pairs g = two_product(d, load<P>(parameters.gamma + j));
+    if (STAGED) g.low = fma(d, load<P>(parameters.gamma_low + j), g.low);
     return g;
 }
 
-// m: the smallest of some g; 0 if they differ in sign.
-NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& given, Index n) {
+// m: the smallest of the sampled g; 0 if they differ in sign.
+NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& parameters, Index n) {
     Index s = n / 8 > 1 ? n / 8 : 1;
     auto g_at = [&](Index j) {
-        Pair<double> g = two_product(dy[j], given.gamma[j]);
-        return Pair<double>{g.high, fma(dy[j], given.gamma_low[j], g.low)};
+        Pair<double> g = two_product(dy[j], parameters.gamma[j]);
+        return Pair<double>{g.high, fma(dy[j], parameters.gamma_low[j], g.low)};
     };
     Pair<double> m = g_at(0);
     double least = m.high, most = m.high;
@@ -244,19 +244,19 @@ NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& given, In
 
 // Pass 1: writes xhat to h and the sums along the row to row r of `along`, and adds to the sums over rows.
 template <bool LAYER, bool SHIFT, bool STAGED>
-NOINLINE void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
+NOINLINE void pull(Back& of, Index n, const Parameters& parameters, Sums& along, int r, double* __restrict h, Columns over) {
     Row row(of.stats);
     Pairs a = {}, b = {}, m = broadcast_pair(-of.m);
     N squares = {};
     double* __restrict sums = over.at;
     Index apart = over.apart;
     const double *dy = of.dy, *x = of.x;
-    auto add = [&](Index j, Index some) INLINE_LAMBDA {
-        N d = load<P>(dy + j, some), v = load<P>(x + j, some);
-        Pairs xhat = xhat_of<LAYER>(v, row), g = g_of<STAGED>(d, j, given);
+    auto add = [&](Index j, Index count) INLINE_LAMBDA {
+        N d = load<P>(dy + j, count), v = load<P>(x + j, count);
+        Pairs xhat = xhat_of<LAYER>(v, row), g = g_of<STAGED>(d, j, parameters);
         store_pair(h + j, apart, xhat);
         if (SHIFT) g = g + m;
-        if (SHIFT && some < P) g = {first(g.high, some), first(g.low, some)};
+        if (SHIFT && count < P) g = {first(g.high, count), first(g.low, count)};
         if (LAYER) a = a + g;
         b = b + g * xhat;
         if (STAGED) squares = fma(g.high, g.high, squares);
@@ -302,20 +302,20 @@ NOINLINE inline void settle_columns(Columns over, Index n) {
 }
 
 template <bool LAYER, bool SHIFT, class Out>
-NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& given, const double* h, Index apart) {
+NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& parameters, const double* h, Index apart) {
     constexpr bool STAGED = Out::STAGED;
     Pairs m = broadcast_pair(-of.m), plain = broadcast_pair(-of.plain), slope = broadcast_pair(-of.slope);
     Pairs rstd = broadcast_pair(of.stats.rstd);
     N size = broadcast<P>(of.size);
     const double *dy = of.dy, *x = of.x;
-    each_columns<P>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        N d = load<P>(dy + j, some);
-        Pairs g = g_of<STAGED>(d, j, given), xhat = load_pair(h + j, apart);
+    each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        N d = load<P>(dy + j, count);
+        Pairs g = g_of<STAGED>(d, j, parameters), xhat = load_pair(h + j, apart);
         if (SHIFT) g = g + m;
         N part = magnitude(g.high);
         if (LAYER) g = g + plain;
-        N v = LAYER || !STAGED ? d : load<P>(x + j, some);
-        out(j, some, (g + xhat * slope) * rstd, STAGED ? part + (shared<LAYER>(broadcast<P>(1.0), v) + magnitude(xhat.high)) * size : d);
+        N v = LAYER || !STAGED ? d : load<P>(x + j, count);
+        out(j, count, (g + xhat * slope) * rstd, STAGED ? part + (shared<LAYER>(broadcast<P>(1.0), v) + magnitude(xhat.high)) * size : d);
     });
     return out;
 }

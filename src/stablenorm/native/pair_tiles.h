@@ -28,7 +28,7 @@ NOINLINE inline void spoil_row(const Call& c, const Own& own, Index i) {
 }
 
 template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
-    Parameters given = parameters_of(c);
+    Parameters parameters = parameters_of(c);
     double bound = row_bound(c.n);
     measure_tile<LAYER, double, Stats>(c, own, tile, [&](Index top, int count, const double* const* x, const Stats& of) {
         for (int r = 0; r < count; r++) {
@@ -51,7 +51,7 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
             // Near rows, n mean**2 <= 2**10 var, do without the tail: 9 % of the forward's time.
             double m = of.mean[r] * of.rstd[r];
             bool near = m * m * (double)c.n <= 0x1p10 * of.spread[r] * of.spread[r];
-            auto write = [&](auto out) { return near ? write_y<LAYER, true>(x[r], out, c.n, of, r, given) : write_y<LAYER>(x[r], out, c.n, of, r, given); };
+            auto write = [&](auto out) { return near ? write_y<LAYER, true>(x[r], out, c.n, of, r, parameters) : write_y<LAYER>(x[r], out, c.n, of, r, parameters); };
             if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNCERTIFIED;
         }
     });
@@ -78,11 +78,11 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
         of.stats = {0, 0, 0, {c.rstd[i], c.rstd_low[i]}, c.spread ? c.spread[i] : 0};
         if (LAYER) of.stats.mean = c.mean[i], of.stats.rest = c.rest[i], of.stats.tail = c.tail[i];
     } else {
-        Stats found;
-        statistics<LAYER>(&of.x, c, 1, found);
-        if (is_spoiled(of.x, c.n)) found.rstd[0] = __builtin_nan("");
-        else if (is_out_of_range(found, 0, of.x, c.n, LAYER)) return false;
-        of.stats = found.at(0);
+        Stats stats;
+        statistics<LAYER>(&of.x, c, 1, stats);
+        if (is_spoiled(of.x, c.n)) stats.rstd[0] = __builtin_nan("");
+        else if (is_out_of_range(stats, 0, of.x, c.n, LAYER)) return false;
+        of.stats = stats.at(0);
     }
     // The range of |dy| in a tile: the largest, and the reciprocal of the last bit of the smallest.
     if (of_tile && range.low != 0) of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);

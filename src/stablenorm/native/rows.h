@@ -82,9 +82,9 @@ template <bool NEAREST, class Part> struct Blocks {
 
 template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* x, Index n, Lanes<L> k) {
     Along<1, Lanes<L>> of = {};
-    each_columns<L>(0, n, [&](Index j, Index some) INLINE_LAMBDA {
-        Lanes<L> v = load<L>(x + j, some), c = LAYER ? minus(v, k) : v;
-        if (some < L) c = first(c, some);
+    each_columns<L>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        Lanes<L> v = load<L>(x + j, count), c = LAYER ? minus(v, k) : v;
+        if (count < L) c = first(c, count);
         if (LAYER) of.plain[0] = of.plain[0] + c;
         of.product[0] = fma(c, c, of.product[0]);
     });
@@ -108,8 +108,8 @@ template <class T> INLINE double guess_of(const T* x, Index n) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, f32>;
     auto at = [&](int i) INLINE_LAMBDA { return read<Bits>(x + i * (n / 8)); };
     // Eight loads into a register: through an array the next load would wait for the stores.
-    Register<Bits, 8> some = {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
-    return (f32)(total(load<8>((const T*)&some)) * 0.125);
+    Register<Bits, 8> sample = {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
+    return (f32)(total(load<8>((const T*)&sample)) * 0.125);
 }
 
 // The mean of the first 64 elements, for NEAREST, whose bounds grow with |d|: of 20 backwards of (65536, 1024), 9 leave a
@@ -165,7 +165,7 @@ template <bool CENTER> INLINE double left_of(double mean, double rest, double rs
     return CENTER ? -rest * rstd : fma(-mean, rstd, -rest * rstd);
 }
 
-// Computes y of some columns of a row.
+// Computes y of a register of columns.
 template <class M, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
@@ -186,19 +186,19 @@ INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to 
 // `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `uncertified`. Rows of
 // RMS norm, and NEAREST near rows, need no CENTER.
 template <int R, class M, bool PAST, class T, class To>
-NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
+NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& parameters, Index ahead,
                    Uncertified* uncertified = nullptr, const double* bounds = nullptr) {
     // Two rows of float32 are tested at once: n = 4096, 0.39 ns an element for 0.42. Types of 16 bits lack the registers.
     constexpr int Y = Y_OF<T>, AT_ONCE = M::NEAREST && sizeof(T) == 4 ? R : 1;
-    const double *gamma = given.gamma, *beta = given.beta, *sizes = given.sizes;
+    const double *gamma = parameters.gamma, *beta = parameters.beta, *sizes = parameters.sizes;
     Affine<M, Y> row[R];
     Lanes<Y> bound[R];
     const T* from[R];
     To* to[R];
-    Uncertified found[R];
+    Uncertified failed[R];
     for (int i = 0; i < R; i++) {
         row[i] = Affine<M, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
-        if (M::NEAREST) bound[i] = broadcast<Y>(bounds[i]), found[i] = {uncertified[i].at, 0};
+        if (M::NEAREST) bound[i] = broadcast<Y>(bounds[i]), failed[i] = {uncertified[i].at, 0};
     }
     Index count = n / Y, step = is_behind(to[0], from[0]) ? -Y : Y, j = step > 0 ? 0 : (count - 1) * Y;
     for (Index k = 0; k < count; k++, j += step) {
@@ -213,7 +213,7 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
             for (int k = 0; M::NEAREST && k < AT_ONCE; k++) most[k] = fma(size, bound[i + k], v[i + k]), least[k] = fma(size, -bound[i + k], v[i + k]);
             if (M::NEAREST && __builtin_expect(may_differ<To>(read<Lanes<AT_ONCE * Y>>(most), read<Lanes<AT_ONCE * Y>>(least)), 0))
                 for (int k = 0; k < AT_ONCE; k++)
-                    if (may_differ<To>(most[k], least[k])) found[i + k].at[found[i + k].count++] = j;
+                    if (may_differ<To>(most[k], least[k])) failed[i + k].at[failed[i + k].count++] = j;
             for (int k = 0; k < AT_ONCE; k++) store<PAST>(to[i + k] + j, v[i + k]);
         }
     }
@@ -221,33 +221,33 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
     for (int i = 0; i < R; i++) {
         if (j < n) {
             store(to[i] + j, row[i](load<Y>(from[i] + j, n - j), load<Y>(gamma + j), load<Y>(beta + j)), n - j);
-            if (M::NEAREST) found[i].at[found[i].count++] = j;
+            if (M::NEAREST) failed[i].at[failed[i].count++] = j;
         }
-        if (M::NEAREST) uncertified[i] = found[i];
+        if (M::NEAREST) uncertified[i] = failed[i];
     }
 }
 
 // Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
-// value_of(j, some, v) sets v, the values of a register, and returns the bounds of their errors.
+// value_of(j, count, v) sets v, the values of a register, and returns the bounds of their errors.
 template <int K, class To, class Value> INLINE bool round_again(To* out, Index n, Uncertified uncertified, Value value_of) {
     bool differ = false;
     for (Index i = 0; i < uncertified.count; i++) {
-        Index j = uncertified.at[i], some = at_most(n - j, K);
-        Lanes<K> v, error = value_of(j, some, v);
+        Index j = uncertified.at[i], count = at_most(n - j, K);
+        Lanes<K> v, error = value_of(j, count, v);
         v = v + broadcast<K>(0.0);  // zero gets the sign of plus
-        differ |= differs<To>(v, error, some);
-        store(out + j, v, some);
+        differ |= differs<To>(v, error, count);
+        store(out + j, v, count);
     }
     return differ;
 }
 
 template <bool LAYER, class T>
-NOINLINE bool is_uncertified(const T* x, T* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
+NOINLINE bool is_uncertified(const T* x, T* y, Index n, const Stats& of, int r, const Parameters& parameters, Errors errors, Uncertified uncertified) {
     constexpr int Y = Y_OF<T>;
     Affine<Mode<LAYER, LAYER, true>, Y> row(of, r);
-    return round_again<Y>(y, n, uncertified, [&](Index j, Index some, Lanes<Y>& v) INLINE_LAMBDA {
-        Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
-        v = row(load<Y>(x + j, some), scale, shift);
+    return round_again<Y>(y, n, uncertified, [&](Index j, Index count, Lanes<Y>& v) INLINE_LAMBDA {
+        Lanes<Y> scale = load<Y>(parameters.gamma + j), shift = load<Y>(parameters.beta + j);
+        v = row(load<Y>(x + j, count), scale, shift);
         return bounds_of_y(errors, v, scale, shift);
     });
 }

@@ -86,9 +86,9 @@ INLINE H16 high_halves(U8 a, U8 b) { return both(__builtin_convertvector(a >> 16
 INLINE H16 low_halves(U8 a, U8 b) { return both(__builtin_convertvector(a, H8), __builtin_convertvector(b, H8)); }
 INLINE U8 unordered(F8 a, F8 b) { return (U8)(a != a) | (U8)(b != b); }
 INLINE bool any(U8 mask) {
-    uint32_t found = 0;
-    for (int i = 0; i < 8; i++) found |= mask[i];
-    return found != 0;
+    uint32_t bits = 0;
+    for (int i = 0; i < 8; i++) bits |= mask[i];
+    return bits != 0;
 }
 #endif
 

@@ -24,7 +24,7 @@ template <class Once> void do_again(const Call& c, Tile tile, Once once) {
 template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index number, int thread) {
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
-    Parameters given = {c.wide_gamma, c.wide_beta, c.sizes};
+    Parameters parameters = {c.wide_gamma, c.wide_beta, c.sizes};
     double chain = chain_of(c.n, L, RUN);
     measure_tile<LAYER, T, Stats>(c, own, tile, [&](Index top, int count, const T* const* x, const Stats& of) {
         T* y[GROUP];
@@ -49,17 +49,17 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
         }
         using Far = Mode<LAYER, LAYER, NEAREST>;
         using Near = Mode<LAYER, LAYER && !NEAREST, NEAREST>;
-        auto some = c.past ? write_y<ROWS_OF_Y, Far, true, T, T> : write_y<ROWS_OF_Y, Far, false, T, T>;
+        auto two = c.past ? write_y<ROWS_OF_Y, Far, true, T, T> : write_y<ROWS_OF_Y, Far, false, T, T>;
         auto one = c.past ? write_y<1, Far, true, T, T> : write_y<1, Far, false, T, T>;
-        if (near) some = c.past ? write_y<ROWS_OF_Y, Near, true, T, T> : write_y<ROWS_OF_Y, Near, false, T, T>;
+        if (near) two = c.past ? write_y<ROWS_OF_Y, Near, true, T, T> : write_y<ROWS_OF_Y, Near, false, T, T>;
         if (near) one = c.past ? write_y<1, Near, true, T, T> : write_y<1, Near, false, T, T>;
         Index ahead = columns_ahead<T>(c, c.step);
         Uncertified uncertified[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
         for (int r = 0; r < count; r += ROWS_OF_Y) {
             int together = r + ROWS_OF_Y <= count ? ROWS_OF_Y : 1;
-            (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, uncertified, bounds + r);
+            (together == 1 ? one : two)(x, y + r, c.n, of, r, parameters, ahead, uncertified, bounds + r);
             for (int k = r; NEAREST && k < r + together; k++)
-                if (!c.marks[top + k] && uncertified[k - r].count && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], uncertified[k - r]))
+                if (!c.marks[top + k] && uncertified[k - r].count && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, parameters, errors[k], uncertified[k - r]))
                     c.marks[top + k] = UNCERTIFIED;
         }
     });

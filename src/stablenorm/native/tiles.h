@@ -5,8 +5,8 @@
 namespace {
 
 template <class T> Index columns_ahead(const Call& c, Index rows) {
-    Index least = LEAST_AHEAD / (Index)sizeof(T), some = 2 * rows * c.n;
-    return !c.ahead ? 0 : some > least ? some : least;
+    Index least = LEAST_AHEAD / (Index)sizeof(T), distance = 2 * rows * c.n;
+    return !c.ahead ? 0 : distance > least ? distance : least;
 }
 
 Own own_of(const Call& c, int thread) {
