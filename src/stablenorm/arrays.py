@@ -99,7 +99,7 @@ def check_distinct(name: str, array: Any) -> None:
     """Raise if elements may share memory: each axis of a slice steps over all that the shorter steps reach."""
     reach = array.dtype.itemsize
     both = zip(map(abs, array.strides), array.shape, strict=True)
-    for step, length in sorted(each for each in both if each[1] > 1 and array.size):
+    for step, length in sorted(pair for pair in both if pair[1] > 1 and array.size):
         if step < reach:
             msg = f"{name} must have an element of its own for each result, got strides {array.strides}"
             raise ValueError(msg)
@@ -128,9 +128,9 @@ def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, 
     if type(axis) is int and axis == -1 and ndim:
         # The usual axis takes a twentieth of the time of the code below.
         return (ndim - 1,)
-    given = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    chosen = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     try:
-        axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in given)
+        axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in chosen)
     except TypeError:
         cure = "; pass a tuple" * isinstance(axis, (list, np.ndarray))
         msg = f"axis must be an int or a tuple of ints, got {axis!r:.60}{cure}"

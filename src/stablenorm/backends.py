@@ -24,14 +24,14 @@ def run(backend: str, call: Any) -> Any:
     """Do a call by a backend or, where that declines it, by samples or the reference; return what it returns."""
     operation, samples = OPERATIONS[type(call)], getattr(call, "samples", 1)
     if samples == 1 or backend != "numpy":
-        found = implementation(operation, backend)(call)
-        if found is not NotImplemented:
-            return found
+        done = implementation(operation, backend)(call)
+        if done is not NotImplemented:
+            return done
     if samples == 1:
         return getattr(reference, operation)(call)
     # The gamma of one sample may be out of range, and those of others within.
-    each = [run(backend, sample(call, i)) for i in range(samples)]
-    return joined(each) if getattr(call, "keep", False) else None
+    parts = [run(backend, sample(call, i)) for i in range(samples)]
+    return joined(parts) if getattr(call, "keep", False) else None
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def sample(call: Any, i: int) -> Any:
 
 def of_sample(call: Any, i: Any) -> Any:
     """Return a call with its rows, but parameters and sums of one sample, or of a slice of them."""
-    gamma, beta = (None if each is None else each[i] for each in call.norm[:2])
+    gamma, beta = (None if parameter is None else parameter[i] for parameter in call.norm[:2])
     norm = call.norm._replace(gamma=gamma, beta=beta)
-    sums = {n: each[i] for n in SUMS if (each := getattr(call, n, None)) is not None}
+    sums = {n: total[i] for n in SUMS if (total := getattr(call, n, None)) is not None}
     return call._replace(norm=norm, samples=1, **sums)

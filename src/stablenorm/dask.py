@@ -107,9 +107,9 @@ def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
         groups.setdefault((name, *place), []).append(TaskRef((parts.name, *at)))
     for key, leaves in groups.items():
         for level in itertools.count():
-            some = [leaves[i : i + _FAN_IN] for i in range(0, len(leaves), _FAN_IN)]
-            keys = [(*key, level, i) for i in range(len(some))] if len(some) > 1 else [key]
-            both = zip(keys, some, strict=True)
+            batches = [leaves[i : i + _FAN_IN] for i in range(0, len(leaves), _FAN_IN)]
+            keys = [(*key, level, i) for i in range(len(batches))] if len(batches) > 1 else [key]
+            both = zip(keys, batches, strict=True)
             tasks |= {made: Task(made, sums.merged, *group) for made, group in both}
             leaves[:] = map(TaskRef, keys)
             if keys == [key]:
@@ -131,8 +131,8 @@ class LazyCache(SimpleNamespace):
         return f"LazyCache(x: {x}, axis: {self.axis}, rounding: {self.norm.rounding!r})"
 
 
-def _word(kept: Cache, x: Any, which: str) -> Any:
-    return getattr(kept._replace(x=x), which)
+def _word(bare: Cache, x: Any, which: str) -> Any:
+    return getattr(bare._replace(x=x), which)
 
 
 def forward(
@@ -196,7 +196,7 @@ def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
 def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
     """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    return [operand(each, x, (*others[x.ndim - np.ndim(each) :], *axes)) for each in norm[:2]]
+    return [operand(v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for v in norm[:2]]
 
 
 def backward(
@@ -218,13 +218,13 @@ def backward(
     # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
     made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, _NOTHING, *block)
-    found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
+    gradients: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
     # Sums of narrower numbers never leave float64's range in between.
     exact = norm.rounding == "nearest" or np.float64 in (x.dtype, dy.dtype)
     for i, parameter in enumerate(norm[:2]):
-        given = NAMES[i + 1] in asked and parameter is not None
-        found.append(_sum(made, i, exact, of_dy, block) if given else None)
-    return Gradients(*found)
+        is_wanted = NAMES[i + 1] in asked and parameter is not None
+        gradients.append(_sum(made, i, exact, of_dy, block) if is_wanted else None)
+    return Gradients(*gradients)
 
 
 def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> Gradients:
@@ -248,8 +248,8 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), parts, like, axes)
-    found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None))
-    values, uncertified = part_of(found, 0, what, like.dtype), part_of(found, 1, "asked", bool)
+    result = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None))
+    values, uncertified = part_of(result, 0, what, like.dtype), part_of(result, 1, "asked", bool)
     if not exact:
         return values
     # Uncertified columns are asked of each block again: so Dask holds x and dy.

@@ -29,9 +29,9 @@ FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = FORMATS = (
     Format(np.dtype(np.float64), 53, -1022, 1023),
 )
 
-DTYPES = tuple(each.dtype.name for each in FORMATS)
+DTYPES = tuple(form.dtype.name for form in FORMATS)
 # By what an array of either byte order has: dtype.type.
-_BY_TYPE = {each.dtype.type: each for each in FORMATS}
+_BY_TYPE = {form.dtype.type: form for form in FORMATS}
 
 
 def format_of(dtype: np.dtype[Any]) -> Format:

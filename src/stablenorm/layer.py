@@ -25,7 +25,7 @@ class _Layer:
         dtype: DTypeLike = np.float32, gamma_offset: float = 0.0, rounding: Rounding = "fast",
     ) -> None:  # fmt: skip
         lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
-        self.shape = tuple(check_count("shape", each, least=1) for each in lengths)
+        self.shape = tuple(check_count("shape", length, least=1) for length in lengths)
         if not self.shape:
             msg = "shape must be the length of at least one axis, got none"
             raise ValueError(msg)
@@ -37,8 +37,8 @@ class _Layer:
             msg = f"axis must be an int, or a tuple of as many as shape {self.shape}, got {axis!r:.60}"
             raise ValueError(msg)
         self.axis = axis
-        given = Norm(ones if gamma else None, None, eps, self._kind, gamma_offset, rounding)
-        norm = checked_norm(convert, given, self.shape, tuple(range(ones.ndim)))
+        asked = Norm(ones if gamma else None, None, eps, self._kind, gamma_offset, rounding)
+        norm = checked_norm(convert, asked, self.shape, tuple(range(ones.ndim)))
         self.eps, self.gamma_offset, self.rounding = norm.eps, norm.gamma_offset, rounding
         self.parameters: dict[str, Array] = {}
         if gamma:

@@ -27,18 +27,18 @@ _limit: int | None = None
 
 def default_limit() -> int:
     """Return how much may be idle: a share of what this process can have at most."""
-    found = []
+    limits = []
     with contextlib.suppress(AttributeError, ValueError, OSError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     # A container may allow less than the machine has.
     with contextlib.suppress(OSError, ValueError):
-        found.append(int(Path("/sys/fs/cgroup", "memory.max").read_text()))
+        limits.append(int(Path("/sys/fs/cgroup", "memory.max").read_text()))
     # Dask restarts a worker that goes beyond its limit, perhaps this process; None is no limit.
     with contextlib.suppress(KeyError, AttributeError):
         workers = list(sys.modules["distributed.worker"].Worker._instances)
-        found += filter(None, [each.memory_manager.memory_limit for each in workers])
+        limits += filter(None, [worker.memory_manager.memory_limit for worker in workers])
     # A system that does not say is taken for a small machine.
-    return min(_MOST, min(found, default=4 << 30) // _SHARE)
+    return min(_MOST, min(limits, default=4 << 30) // _SHARE)
 
 
 def use(core: Any) -> None:

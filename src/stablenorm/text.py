@@ -71,9 +71,9 @@ def plain(value: Any) -> Any:
         held = vars(value) if is_dataclass(value) else value._asdict()
         value = held | ({"z": value.z} if hasattr(value, "z") else {})
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

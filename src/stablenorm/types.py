@@ -84,13 +84,13 @@ class Statistics(NamedTuple):
         return Statistics._make(None if word is None else word[rows] for word in self)
 
 
-def joined(found: list[Statistics]) -> Statistics:
+def joined(parts: list[Statistics]) -> Statistics:
     """Return the statistics of successive parts as those of all rows: the words that all have."""
-    if len(found) == 1:
-        return found[0]
+    if len(parts) == 1:
+        return parts[0]
     return Statistics._make(
         None if any(word is None for word in words) else np.concatenate(words)
-        for words in zip(*found, strict=True)
+        for words in zip(*parts, strict=True)
     )
 
 
@@ -135,7 +135,7 @@ class Cache(NamedTuple):
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
         shown = self.x, *self.norm[:2]
-        x, gamma, beta = (each if each is None else f"{each.dtype} {each.shape}" for each in shown)
+        x, gamma, beta = (v if v is None else f"{v.dtype} {v.shape}" for v in shown)
         return (
             f"Cache(x: {x}, gamma: {gamma}, beta: {beta}, axis: {self.axis}, "
             f"statistics: {self.statistics.nbytes} bytes, backend: {self.backend!r}, "
@@ -150,10 +150,10 @@ class Cache(NamedTuple):
     @property
     def mean(self) -> Array:
         """Return the mean of each row."""
-        kept = self.statistics
-        if kept.mean is None:
-            return self._of_rows(np.zeros_like(kept.rstd), 0.0, None, 0)
-        return self._of_rows(kept.mean, kept.mean_lo, kept.mean_tail, 0)
+        statistics = self.statistics
+        if statistics.mean is None:
+            return self._of_rows(np.zeros_like(statistics.rstd), 0.0, None, 0)
+        return self._of_rows(statistics.mean, statistics.mean_lo, statistics.mean_tail, 0)
 
     @property
     def rstd(self) -> Array:

@@ -77,7 +77,7 @@ def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
         cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
         if isinstance(dy, Cache):
             cure = f"the two are swapped, write {backward}(dy, cache)"
-        elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
+        elif isinstance(cache, tuple) and any(isinstance(part, Cache) for part in cache):
             cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
         msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)
@@ -92,8 +92,8 @@ def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[A
     if sum_axes is None:
         return None, norm[:2]
     try:
-        given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
-        summed = normalize_axis_tuple(given, x.ndim)
+        asked = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
+        summed = normalize_axis_tuple(asked, x.ndim)
     except TypeError:
         msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
         raise TypeError(msg) from None
@@ -131,9 +131,9 @@ def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     seen = mask[tuple(same)]
     if all(seen.shape[i] == 1 for i in axes):
         return seen.copy()
-    some: Any = seen.any(axis=axes, keepdims=True)
-    if np.array_equal(some, seen.all(axis=axes, keepdims=True)):
-        return np.array(some)
+    counts: Any = seen.any(axis=axes, keepdims=True)
+    if np.array_equal(counts, seen.all(axis=axes, keepdims=True)):
+        return np.array(counts)
     if rounding == "nearest":
         check_combinations(("where that varies inside a row", NEAREST))
     return mask.copy()
@@ -162,24 +162,24 @@ def results_in(
     arrays: Any, outs: Sequence[Any], likes: dict[str, Any], inputs: dict[str, Any], over: str
 ) -> list[Any]:
     """Return `outs`, checked, or new arrays like these; the first may be the input `over`."""
-    found: list[Any] = []
+    results: list[Any] = []
     for (name, like), out in zip(likes.items(), outs, strict=True):
         if like is None or out is None:
-            found.append(None if like is None else arrays.empty_like(like))
+            results.append(None if like is None else arrays.empty_like(like))
             continue
         target = arrays.target(name, out, like.shape, like.dtype)
         for other, there in inputs.items():
             # Compare elements last: arrays hardly ever overlap.
             if there is None or not arrays.overlap(target, there):
                 continue
-            if found or other != over or not arrays.same_elements(target, there):
+            if results or other != over or not arrays.same_elements(target, there):
                 msg = (
                     f"{name} must not share memory with {other}, which is still needed; pass a copy"
                 )
                 raise ValueError(msg)
         inputs[name] = target
-        found.append(target)
-    return found
+        results.append(target)
+    return results
 
 
 def checked_gradients(
@@ -190,15 +190,15 @@ def checked_gradients(
     if out is not None and not np.iterable(out):
         msg = f"{needs} {type(out).__name__}"
         raise TypeError(msg)
-    given = (None, None, None) if out is None else tuple(out)
-    if len(given) != len(NAMES):
-        msg = f"{needs} {len(given)}"
+    outs = (None, None, None) if out is None else tuple(out)
+    if len(outs) != len(NAMES):
+        msg = f"{needs} {len(outs)}"
         raise ValueError(msg)
-    for (name, like), array in zip(likes.items(), given, strict=True):
+    for (name, like), array in zip(likes.items(), outs, strict=True):
         if accumulate and name != "out.dx" and like is not None and array is None:
             msg = f"{name} must be the array to add to with accumulate=True, got None"
             raise ValueError(msg)
-    return Gradients._make(results_in(arrays, given, likes, inputs, over="dy"))
+    return Gradients._make(results_in(arrays, outs, likes, inputs, over="dy"))
 
 
 CUDA, DASK = "arrays on a CUDA device", "a Dask array"
@@ -231,7 +231,7 @@ def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
         NEAREST: norm.rounding == "nearest",
         "RMS norm": norm.kind == "rms",
         "gamma_offset": norm.gamma_offset != 0.0,
-        LEADING: any(each is not None and each.ndim > len(axes) for each in norm[:2]),
+        LEADING: any(v is not None and v.ndim > len(axes) for v in norm[:2]),
     }
     return [feature for feature, is_there in has.items() if is_there]
 
@@ -239,10 +239,10 @@ def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
 def check_combinations(features: Iterable[str], **keywords: Any) -> None:
     """Raise ValueError if two of these features and given keywords are in the table together."""
     # `is not`, since `!=` of an array is an array.
-    given = {name for name, value in keywords.items() if value is not None and value is not False}
-    given |= set(features)
+    present = {name for name, value in keywords.items() if value is not None and value is not False}
+    present |= set(features)
     for refused, other, reason, cure in REFUSED:
         for feature in refused:
-            if other in given and feature in given:
+            if other in present and feature in present:
                 msg = f"{feature} cannot be combined with {other}: {reason}; {cure}"
                 raise ValueError(msg)

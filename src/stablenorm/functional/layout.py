@@ -60,20 +60,20 @@ class Layout(NamedTuple):
             return np.take(moved, rows, axis=0)
         if not isinstance(rows, range):
             return moved[np.unravel_index(rows, leading)].reshape(len(rows), self.shape[1])
-        found = memory.empty((len(rows), self.shape[1]), moved.dtype)
-        for box, some in _boxes(leading, rows.start, rows.stop):
-            _copy(moved[box], found[some].reshape(moved[box].shape))
-        return found
+        copy = memory.empty((len(rows), self.shape[1]), moved.dtype)
+        for box, places in _boxes(leading, rows.start, rows.stop):
+            _copy(moved[box], copy[places].reshape(moved[box].shape))
+        return copy
 
-    def write(self, moved: Array, rows: range | Array, found: Array) -> None:
+    def write(self, moved: Array, rows: range | Array, values: Array) -> None:
         """Write (rows, n) to where they belong."""
         leading = self.leading if moved.ndim > 2 else moved.shape[:1]
         if isinstance(rows, range):
-            for box, some in _boxes(leading, rows.start, rows.stop):
-                _copy(found[some].reshape(moved[box].shape), moved[box])
+            for box, places in _boxes(leading, rows.start, rows.stop):
+                _copy(values[places].reshape(moved[box].shape), moved[box])
         else:
             index = np.unravel_index(rows, leading)
-            moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])
+            moved[index] = values.reshape(len(rows), *moved.shape[len(leading) :])
 
     def numbers(self, shape: Shape) -> Array | None:
         """Return which row of an x of this shape, in C order, each row of the layout is; None if the same."""
@@ -100,7 +100,7 @@ def layout_of(shape: Shape, axes: Shape, *leads: Lead) -> Layout:
     lead = np.broadcast_shapes((1,) * len(others), *leads)
     cut = [axis for axis, length in zip(others, lead, strict=True) if length != 1]
     rest = [axis for axis in others if axis not in cut]
-    leading, last = (tuple(shape[axis] for axis in some) for some in ((*cut, *rest), axes))
+    leading, last = (tuple(shape[axis] for axis in part) for part in ((*cut, *rest), axes))
     rows, n = math.prod(leading), math.prod(last)
     samples = math.prod(leading[: len(cut)])
     of_samples = (samples, n) if samples > 1 else (n,)
@@ -142,6 +142,6 @@ def _boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Any, slice]]
             yield (slice(i, i + count // inner),), slice(place, place + count)
         else:
             count = min(stop - start, inner - first)
-            for box, some in _boxes(lengths[1:], first, first + count):
-                yield (i, *box), slice(place + some.start, place + some.stop)
+            for box, places in _boxes(lengths[1:], first, first + count):
+                yield (i, *box), slice(place + places.start, place + places.stop)
         start, place = start + count, place + count

@@ -24,11 +24,11 @@ def forward(
 ) -> tuple[Array, Any]:  # fmt: skip
     """Return y and the cache, None without `keep`; then y may overwrite x."""
     if backend is None or backend == "native":
-        found: tuple[Array, Any] | None = plain("forward")(
+        done: tuple[Array, Any] | None = plain("forward")(
             x, norm, axis, out, backend, keep, residual, where, threads
         ) or _reworded(x, norm, axis, out, keep, residual, where, threads)
-        if found is not None:
-            return found
+        if done is not None:
+            return done
     name = choose(backend, on_cuda_device(x))
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
@@ -56,7 +56,7 @@ def forward(
         if not x.size:
             # Without elements there is nothing to cut.
             call = call._replace(norm=norm._replace(gamma=None, beta=None, gamma_offset=0.0))
-        leads = (lead_of(each, x.ndim, axes) for each in call.norm[:2])
+        leads = (lead_of(parameter, x.ndim, axes) for parameter in call.norm[:2])
         statistics = run_plain(name, call, axes, *leads)
     source = x if total is None else total
     return y, Cache(source, norm, axes, statistics, name, where) if keep else None
@@ -75,11 +75,11 @@ def _reworded(
         norm = norm._replace(gamma_offset=real("gamma_offset", norm.gamma_offset))
     is_small = out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative
     rows = np.ascontiguousarray(x) if is_small else x
-    found: Any = plain("forward")(rows, norm, -1, out, None, keep, residual, None, threads)
-    if found is None or rows is x or not keep:
-        return found
+    done: Any = plain("forward")(rows, norm, -1, out, None, keep, residual, None, threads)
+    if done is None or rows is x or not keep:
+        return done
     # The cache refers to x, not to the copy.
-    return found[0], found[1]._replace(x=x)
+    return done[0], done[1]._replace(x=x)
 
 
 def backward(
@@ -91,17 +91,17 @@ def backward(
     if type(wrt) is not tuple and isinstance(wrt, (str, list)):
         wrt = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     out = tuple(out) if type(out) is list else out
-    found: Gradients | None = plain("backward")(
+    gradients: Gradients | None = plain("backward")(
         dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, None
     )
-    if found is not None:
-        return found
+    if gradients is not None:
+        return gradients
     checks.check_cache(cache, dy, kind)
     x, norm, axes, statistics, name, where = cache
     arrays, accumulate = arrays_of(name), bool(accumulate)
     of_statistics = {"dmean": dmean, "drstd": drstd}
-    given = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": accumulate, **of_statistics}
-    checks.check_combinations(checks.features_of(norm, axes, name), **given)
+    keywords = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": accumulate, **of_statistics}
+    checks.check_combinations(checks.features_of(norm, axes, name), **keywords)
     dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache")
     dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape, optional=True)
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
@@ -112,7 +112,7 @@ def backward(
     lead, parameters = checks.check_sum_axes(sum_axes, cache)
     asked = checks.asked_names(wrt)
     three = zip(NAMES, (x, *parameters), strict=True)
-    likes = {f"out.d{each}": like if each in asked else None for each, like in three}
+    likes = {f"out.d{which}": like if which in asked else None for which, like in three}
     named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
     gradients = checks.checked_gradients(arrays, out, likes, named, accumulate)
     sums = "added" if accumulate else "rounded"
@@ -134,7 +134,7 @@ def run_passes(backend: str, call: Backward, axes: Shape, lead: Lead | None = No
                 total[...] = 0
         return
     norm = call.norm._replace(beta=None)
-    of_gamma, of_beta = (lead_of(each, call.x.ndim, axes) for each in call.norm[:2])
+    of_gamma, of_beta = (lead_of(parameter, call.x.ndim, axes) for parameter in call.norm[:2])
     leads = {"dgamma": lead or of_gamma, "dbeta": lead or of_beta}
     leads["dx"] = of_gamma if call.dgamma is None else leads["dgamma"]
     passes: dict[Lead, list[str]] = {}
@@ -183,7 +183,7 @@ def _checked(
         checks.check_combinations((what, checks.DASK))
     checks.check_cache(cache, None, kind, what)
     checks.check_combinations((what, *checks.features_of(cache.norm, cache.axis, cache.backend)))
-    checked: list[Any] = [checks.of_shape(convert, *each, cache.x.shape) for each in of_x.items()]
+    checked: list[Any] = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]
     parameters = zip(of_parameters.items(), NAMES[1:], cache.norm[:2], strict=True)
     for (called, value), name, like in parameters:
         if value is not None and like is None:

@@ -39,17 +39,17 @@ def run_plain(backend: str, call: Any, axes: Shape, *leads: Lead) -> Statistics 
     layout = layout_of(call.x.shape, axes, *leads)
     numbers = layout.numbers(call.x.shape)
     gamma, beta = map(layout.parameter, call.norm[:2])
-    sums = {n: each for n in SUMS if (each := getattr(call, n, None)) is not None}
-    rooms = {n: np.ascontiguousarray(each).reshape(layout.of_samples) for n, each in sums.items()}
+    sums = {n: total for n in SUMS if (total := getattr(call, n, None)) is not None}
+    rooms = {n: np.ascontiguousarray(total).reshape(layout.of_samples) for n, total in sums.items()}
     call = change(call, layout.moved, layout.moved, numbers)
     call = call._replace(norm=call.norm._replace(gamma=gamma, beta=beta), **rooms)
     if layout.samples > 1:
         call = call._replace(samples=layout.samples)
-    kept = _run_rows(backend, call, layout)
+    stats = _run_rows(backend, call, layout)
     for name, room in rooms.items():
         if not np.may_share_memory(room, sums[name]):
             sums[name][...] = room.reshape(sums[name].shape)
-    return kept if kept is None or numbers is None else kept.of_rows(np.argsort(numbers))
+    return stats if stats is None or numbers is None else stats.of_rows(np.argsort(numbers))
 
 
 def _run_rows(backend: str, call: Any, layout: Layout) -> Statistics | None:
@@ -82,9 +82,9 @@ def _joined(done: list[tuple[Part, Statistics]], count: int) -> Statistics:
     if done[0][0].rows is None:
         return done[0][1]
     # A part without rows may be the reference's, which keeps no spread.
-    done = [each for each in done if len(each[0].rows)] or done[:1]
+    done = [entry for entry in done if len(entry[0].rows)] or done[:1]
     rows = np.concatenate([part.rows for part, _ in done]).astype(int)
-    words = joined([kept for _, kept in done])
+    words = joined([statistics for _, statistics in done])
     whole = Statistics._make(None if word is None else np.zeros(count) for word in words)
     for target, word in zip(whole, words, strict=True):
         if word is not None:
@@ -96,11 +96,11 @@ def _fill(call: Any, layout: Layout, rows: Array) -> None:
     """Write 0, or in dx dsum, rounded, into rows without an element that counts."""
     result, dsum = (call.y, None) if isinstance(call, Forward) else (call.dx, call.dsum)
     if result is not None and len(rows):
-        found = np.broadcast_to(np.zeros((), result.dtype), (len(rows), layout.shape[1]))
+        values = np.broadcast_to(np.zeros((), result.dtype), (len(rows), layout.shape[1]))
         if dsum is not None:
-            found = found.copy()
-            add(layout.read(dsum, rows), found, found)
-        layout.write(result, rows, found)
+            values = values.copy()
+            add(layout.read(dsum, rows), values, values)
+        layout.write(result, rows, values)
 
 
 # ---- rows, as they lie or as copies ----
@@ -163,10 +163,10 @@ def _run_part(backend: str, call: Any, layout: Layout, part: Part) -> Any:
         seen = seen._replace(samples=stop - first)
     if isinstance(call, Backward) and part.plan_rows != len(rows):
         seen = seen._replace(plan_rows=part.plan_rows)
-    kept = run(backend, seen)
-    for array, found in written:
-        layout.write(array, rows, found)
-    return kept
+    statistics = run(backend, seen)
+    for array, values in written:
+        layout.write(array, rows, values)
+    return statistics
 
 
 # ---- sums over rows that are done in parts ----
@@ -182,12 +182,12 @@ def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> li
             return []
         # The sums come first: dx is written over dy.
         call = call._replace(dgamma=None, dbeta=None, sums="rounded")
-    return [_run_part(backend, call, layout, each) for each in parts]
+    return [_run_part(backend, call, layout, part) for part in parts]
 
 
 def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
     """Do the parts, merge their sums, with old values if they are to be added, and round once."""
-    results = {n: each for n in SUMS if (each := getattr(call, n)) is not None}
+    results = {n: total for n in SUMS if (total := getattr(call, n)) is not None}
     is_added = call.sums == "added"
     olds = {n: v.astype(float) if is_added else np.zeros(v.shape) for n, v in results.items()}
     sums: Any = {name: as_partial(old, 0.0, 0.0) for name, old in olds.items()}
@@ -198,7 +198,7 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
         exact[name] = np.zeros(result.shape, object)
         for place in zip(*uncertified.nonzero(), strict=True):
             exact[name][place] = ExactSum.of_numbers(olds[name][place][None])
-    if any(each.any() for each in exact.values()):
+    if any(columns.any() for columns in exact.values()):
         _run_parts(backend, call._replace(dx=None, sums="exact", **exact), layout, parts)
     for name, result in results.items():
         result[...] = with_exact(result, exact[name])

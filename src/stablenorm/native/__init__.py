@@ -63,10 +63,10 @@ def forward(call: Forward) -> Any:
     x, norm, y, keep, residual, total, where, samples, threads = call
     if where is not None:
         return NotImplemented
-    found = plain_forward(x, norm, -1, y, None, keep, residual, None, threads, total, samples)
-    if found is None:
+    done = plain_forward(x, norm, -1, y, None, keep, residual, None, threads, total, samples)
+    if done is None:
         return NotImplemented
-    return found[1].statistics if keep else None
+    return done[1].statistics if keep else None
 
 
 def backward(call: Backward) -> Any:
@@ -77,15 +77,15 @@ def backward(call: Backward) -> Any:
         return NotImplemented
     # Kernels add to partial sums of "fast".
     sums, apart = call[5:7], call.sums == "pairs" and call.norm.rounding == "nearest"
-    made = [np.zeros_like(each) if apart and each is not None else each for each in sums]
+    made = [np.zeros_like(total) if apart and total is not None else total for total in sums]
     out = call.dx, *made
     cache = Cache(call.x, call.norm, (1,), call.statistics, "native")
     wanted = tuple(name for name, array in zip(NAMES, out, strict=True) if array is not None)
-    found = plain_backward(
+    done = plain_backward(
         call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
         call.threads, call.plan_rows, call.samples,
     )  # fmt: skip
-    if found is None:
+    if done is None:
         return NotImplemented
     for total, part in zip(sums, made, strict=True):
         if apart and total is not None:
@@ -97,25 +97,25 @@ def backward(call: Backward) -> Any:
 
 
 def _finish_forward(
-    x: Array, y: Array, norm: Norm, kept: Statistics | None, marks: Array, _: int
+    x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array, _: int
 ) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
     shape = -1, x.shape[-1]
     call = Forward(x.reshape(shape), norm, y.reshape(shape))
-    uncertified.finish_forward(call, np.flatnonzero(marks), kept)
+    uncertified.finish_forward(call, np.flatnonzero(marks), stats)
 
 
 def _finish_backward(
-    dy: Array, x: Array, norm: Norm, kept: Statistics, out: Gradients, dsum: Array | None,
+    dy: Array, x: Array, norm: Norm, stats: Statistics, out: Gradients, dsum: Array | None,
     marks: Array, columns: Array, partial: Any, samples: int,
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
     n = x.shape[-1]
-    like_x = (each if each is None else each.reshape(-1, n) for each in (dy, x, out.dx, dsum))
+    like_x = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
     of_dy, of_x, of_dx, of_dsum = like_x
     shape = (n,) if samples == 1 else (samples, n)
-    sums: Any = [each if each is None else each.reshape(shape) for each in out[1:]]
-    call = Backward(of_dy, of_x, norm, kept, of_dx, sums[0], sums[1], of_dsum, samples=samples)
+    sums: Any = [total if total is None else total.reshape(shape) for total in out[1:]]
+    call = Backward(of_dy, of_x, norm, stats, of_dx, sums[0], sums[1], of_dsum, samples=samples)
     if partial is not None:
         parts = partial.reshape(samples, 2, n, 3).view(PARTIAL)[..., 0]
         unsummed = marks.reshape(samples, -1) & _UNSUMMED != 0

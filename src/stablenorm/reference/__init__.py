@@ -25,9 +25,9 @@ def forward(call: Forward) -> Statistics:
         blocks.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
     every = blocks.needs_integers(call, call.norm.beta)
-    kept = blocks.forward(call._replace(y=None) if every else call)
-    uncertified.finish_forward(call, np.flatnonzero(kept.out_of_range | every), kept)
-    return kept
+    statistics = blocks.forward(call._replace(y=None) if every else call)
+    uncertified.finish_forward(call, np.flatnonzero(statistics.out_of_range | every), statistics)
+    return statistics
 
 
 def backward(call: Backward) -> None:
@@ -47,12 +47,12 @@ def backward(call: Backward) -> None:
             blocks.backward(call)
             return
         inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
-        some = of_rows(call, inside)
+        of_inside = of_rows(call, inside)
         if call.sums == "rounded":
-            partial = [None if each is None else np.zeros(n, PARTIAL) for each in sums]
-        blocks.backward(some._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
+            partial = [None if total is None else np.zeros(n, PARTIAL) for total in sums]
+        blocks.backward(of_inside._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
         if call.dx is not None:
-            call.dx[inside] = some.dx
+            call.dx[inside] = of_inside.dx
     unsummed = rows[:0] if every else rows
     uncertified.finish_sums(call, np.full((2, n), every), unsummed, partial)
     if call.dx is not None:

@@ -64,22 +64,22 @@ def forward(call: Forward) -> Statistics:
     x, norm, y = call[:3]
     lift = lifter(x)
     scale, shift, eps = scale_of(norm, lift), parameter(norm.beta, lift), lift(np.float64(norm.eps))
-    kept: list[Statistics] = []
+    statistics: list[Statistics] = []
     for rows in blocks(x.shape):
         counted = Counted(call.where, rows, x.shape[1])
         wide, words, var = equations.forward(
             lift(x[rows]), eps, scale, shift, norm.kind, counted.mean
         )
-        kept.append(_statistics(*words))
+        statistics.append(_statistics(*words))
         out = np.zeros(len(x[rows]), bool)
-        if kept[-1].rstd_lo is not None:
+        if statistics[-1].rstd_lo is not None:
             out = _squares_leave_range(var, eps, x[rows], norm.kind, counted)
-            kept[-1].rstd[out], kept[-1].rstd_lo[out] = 0.0, np.nan
+            statistics[-1].rstd[out], statistics[-1].rstd_lo[out] = 0.0, np.nan
         if y is not None:
             # y may be x itself, which integers need for rows out of range.
             result = round_to(counted.only(wide), y.dtype)
             np.copyto(y[rows], result, where=~out[:, None])
-    return joined(kept)
+    return joined(statistics)
 
 
 @np.errstate(all="ignore")
@@ -210,20 +210,20 @@ def needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:
     gamma = norm.gamma
     if pairs and gamma is not None:
         gamma = gamma.astype(np.float64) + norm.gamma_offset
-    given = (gamma, SMALLEST if pairs else 0.0), (beta, 0.0)
+    parameters = (gamma, SMALLEST if pairs else 0.0), (beta, 0.0)
     return norm.rounding == "nearest" or any(
         # float64 holds the products of narrower numbers, and leaves their infinities as they are.
         values is not None
         and (pairs or values.dtype == np.float64)
         and _outside(values, least).any()
-        for values, least in given
+        for values, least in parameters
     )
 
 
 def out_of_range(call: Backward) -> Array:
     """Tell which rows of a backward could leave the range of float64."""
-    dy, kept = call.dy, call.statistics
-    out, pairs = kept.out_of_range, kept.rstd_lo is not None
+    dy, statistics = call.dy, call.statistics
+    out, pairs = statistics.out_of_range, statistics.rstd_lo is not None
     if dy.dtype == np.float64 or pairs:
         for rows in blocks(dy.shape):
             counted = Counted(call.where, rows, dy.shape[1])
@@ -245,8 +245,8 @@ def _squares_leave_range(var: Any, eps: Any, x: Array, kind: str, counted: "Coun
     # A square of 0 may have vanished.
     x = counted.only(x)
     for i in np.flatnonzero(within & (size == 0)).tolist():
-        some = x[i] if counted.where is None else x[i][counted.where[i]]
-        within[i] = (some == (some[0] if kind == "layer" else 0)).all()
+        values = x[i] if counted.where is None else x[i][counted.where[i]]
+        within[i] = (values == (values[0] if kind == "layer" else 0)).all()
     outside: Array = ~within & np.isfinite(x).all(axis=1)
     return outside
 
@@ -307,11 +307,11 @@ class Counted:
 
 def _statistics(mean: Any, mean_lo: Any, rstd: Any) -> Statistics:
     """Return the statistics of some rows, pairs as two words."""
-    kept = Statistics(mean, mean_lo, rstd)
+    statistics = Statistics(mean, mean_lo, rstd)
     if isinstance(rstd, Pair):
         low, tail = (None, None) if mean is None else (mean_lo.hi, mean_lo.lo)
-        kept = Statistics(mean, low, rstd.hi, rstd.lo, tail)
-    return kept.of_rows((slice(None), 0))
+        statistics = Statistics(mean, low, rstd.hi, rstd.lo, tail)
+    return statistics.of_rows((slice(None), 0))
 
 
 def rebuilt(x: Any, statistics: Statistics, rows: slice) -> tuple[Any, Any]:

@@ -169,8 +169,8 @@ def _rounded(
     error = 2 << max(size - cut, root.floor.bit_length()) + shift
     quick = dtype == np.float64 and not more
     result = _floats(numbers, error, least) if quick else np.full(len(factors), np.nan)
-    lowest = min(unit, place, *(each for _, each, _ in more))
-    others, one = [(number << each - lowest, root) for number, each, root in more], root_of(1)
+    lowest, one = min(unit, place, *(power for _, power, _ in more)), root_of(1)
+    others = [(number << power - lowest, root) for number, power, root in more]
     for j in np.flatnonzero(np.isnan(result)).tolist():
         value = None
         # A rational sum is often a tie, which no enclosure decides.

@@ -23,19 +23,19 @@ from stablenorm.types import Array, Statistics
 
 
 @np.errstate(all="ignore")
-def finish_forward(call: Forward, rows: Array, kept: Statistics | None) -> None:
+def finish_forward(call: Forward, rows: Array, stats: Statistics | None) -> None:
     """Write y of these rows, of any sample, and the statistics of rows out of range, whose rstd_lo is NaN."""
-    out: Any = None if kept is None else kept.out_of_range
+    out: Any = None if stats is None else stats.out_of_range
     for i in rows.tolist():
-        some, row, x = _row_of(call, i, call.x)
+        columns, row, x = _row_of(call, i, call.x)
         if call.y is not None:
-            gamma, beta = _parameters(call, i, some)
+            gamma, beta = _parameters(call, i, columns)
             call.y[i] = 0
-            call.y[i, some] = _affine(row, gamma, beta, call.y.dtype)
-        if kept is None or not out[i]:
+            call.y[i, columns] = _affine(row, gamma, beta, call.y.dtype)
+        if stats is None or not out[i]:
             continue
-        mean, kept.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
-        for word, value in ((kept.mean, mean), (kept.mean_lo, 0.0), (kept.mean_tail, 0.0)):
+        mean, stats.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
+        for word, value in ((stats.mean, mean), (stats.mean_lo, 0.0), (stats.mean_tail, 0.0)):
             if word is not None:
                 word[i] = value
 
@@ -70,14 +70,14 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
     """Add the terms of some rows to partial sums, dgamma (0) or dbeta (1)."""
     call = call._replace(norm=call.norm._replace(gamma_offset=0.0))
     for i in rows.tolist():
-        some, row, dy = _row_of(call, i, call.dy)
+        columns, row, dy = _row_of(call, i, call.dy)
         high, low = np.zeros((2, call.x.shape[1]))
         if which == 1:
-            high[some] = dy
+            high[columns] = dy
         else:
             # dy xhat in two words: y with dy in the place of gamma, then what rounding took from it.
-            high[some] = first = _affine(row, dy, np.zeros_like(dy), FLOAT64)
-            low[some] = _affine(row, dy, -first, FLOAT64)
+            high[columns] = first = _affine(row, dy, np.zeros_like(dy), FLOAT64)
+            low[columns] = _affine(row, dy, -first, FLOAT64)
         error = np.abs(high) * 2.0**-104 + 2.0**-1070 if which == 0 else 0.0
         partial = merged(partial, as_partial(high, low, error))
     return partial
@@ -87,11 +87,11 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
 def write_dx(call: Backward, rows: Array) -> None:
     """Write dx of some rows, of any sample."""
     for i in rows.tolist():
-        some, row, dy = _row_of(call, i, call.dy)
-        gamma, _ = _parameters(call, i, some)
+        columns, row, dy = _row_of(call, i, call.dy)
+        gamma, _ = _parameters(call, i, columns)
         dx = np.zeros(call.x.shape[1]) if call.dsum is None else call.dsum[i].astype(np.float64)
-        extra = (0.0 if each is None else each[i] for each in (call.dmean, call.drstd))
-        added = [split(each) for each in (dx[some], *extra)]
+        extra = (0.0 if summand is None else summand[i] for summand in (call.dmean, call.drstd))
+        added = [split(summand) for summand in (dx[columns], *extra)]
         dx = dx.astype(call.dx.dtype)
         if row is not None and np.isfinite(gamma).all() and np.isfinite(dy).all():
             finite, infinite = zip(*added, strict=True)
@@ -99,9 +99,9 @@ def write_dx(call: Backward, rows: Array) -> None:
             extended = infinite[0] + infinite[1]
             if infinite[2]:
                 extended = extended - infinite[2] * exact.signs(row)
-            dx[some] = np.where(extended == 0, result, extended)
+            dx[columns] = np.where(extended == 0, result, extended)
         else:
-            dx[some] = np.nan
+            dx[columns] = np.nan
         call.dx[i] = dx
 
 
@@ -111,14 +111,14 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator["tuple[in
     known: dict[int, Any] = {}
     lost = _lost_rows(call) if which == 0 and columns.size else np.zeros(len(x), bool)
     step = max(1, BLOCK // max(len(x), 1))
-    for some in (columns[start : start + step] for start in range(0, len(columns), step)):
-        counted = True if call.where is None else call.where[:, some]
-        values = np.where(lost[:, None], np.nan, dy[:, some].astype(np.float64))
+    for block in (columns[start : start + step] for start in range(0, len(columns), step)):
+        counted = True if call.where is None else call.where[:, block]
+        values = np.where(lost[:, None], np.nan, dy[:, block].astype(np.float64))
         values = np.where(counted, values, 0.0)
-        others = np.where(counted, x[:, some].astype(np.float64), 0.0)
+        others = np.where(counted, x[:, block].astype(np.float64), 0.0)
         are_nan: Any = np.isnan(values).any(axis=0).tolist()
-        each = zip(some.tolist(), values.T, others.T, are_nan, strict=True)
-        for j, column, other, is_nan in each:
+        pairs = zip(block.tolist(), values.T, others.T, are_nan, strict=True)
+        for j, column, other, is_nan in pairs:
             if is_nan:
                 yield j, ExactSum(0, {}, np.nan)
                 continue
@@ -140,11 +140,11 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator["tuple[in
 
 def _row_of(call: Any, i: int, *arrays: Array, keep: bool = True) -> tuple[Any, ...]:
     """Return the columns of a row that count, the row, None if it has no norm, and elements of arrays in float64."""
-    some = slice(None) if call.where is None else call.where[i]
-    x, *others = (each[i, some].astype(np.float64) for each in (call.x, *arrays))
+    counted = slice(None) if call.where is None else call.where[i]
+    x, *others = (array[i, counted].astype(np.float64) for array in (call.x, *arrays))
     row = exact.Row(x, call.norm, keep) if np.isfinite(x).all() else None
     # A row without variance has no norm if eps is 0.
-    return some, row if row and row.radicand else None, *others
+    return counted, row if row and row.radicand else None, *others
 
 
 def _lost_rows(call: Backward) -> Array:
@@ -155,14 +155,14 @@ def _lost_rows(call: Backward) -> Array:
     return lost
 
 
-def _parameters(call: Any, i: int, some: Any) -> list[Array]:
+def _parameters(call: Any, i: int, counted: Any) -> list[Array]:
     """Return gamma and beta of a row."""
-    n, found = call.x.shape[1], []
+    n, values = call.x.shape[1], []
     for parameter, default in zip(call.norm[:2], (1.0, 0.0), strict=True):
-        each = np.full((1, n), default) if parameter is None else parameter.reshape(-1, n)
+        rows = np.full((1, n), default) if parameter is None else parameter.reshape(-1, n)
         # Each sample has its own.
-        found.append(each[i * len(each) // len(call.x), some].astype(np.float64))
-    return found
+        values.append(rows[i * len(rows) // len(call.x), counted].astype(np.float64))
+    return values
 
 
 def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
