@@ -78,17 +78,17 @@ def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
-    found: dict[str, list[str]] = {}
-    for each in judged:
+    outputs: dict[str, list[str]] = {}
+    for output in judged:
         # Rows of one element have dx = 0, whatever the formula.
-        if each.expected.case.n < 2 or not np.isfinite(each.actual).all():
+        if output.expected.case.n < 2 or not np.isfinite(output.actual).all():
             continue
-        if words := _explained(each):
+        if words := _explained(output):
             # Words that fit several outputs are said once: "... in dx and dgamma".
-            shown = "the forward" if each.name == "y" else each.name
+            shown = "the forward" if output.name == "y" else output.name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
-            found.setdefault(key, []).append(shown)
-    return tuple(words.replace("{}", " and ".join(names)) for words, names in found.items())
+            outputs.setdefault(key, []).append(shown)
+    return tuple(words.replace("{}", " and ".join(names)) for words, names in outputs.items())
 
 
 def _explained(judged: Judged) -> str:

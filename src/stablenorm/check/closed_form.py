@@ -96,12 +96,12 @@ class Expected:
         gamma, self.beta = (np.zeros(case.n) if a is None else case.rows(a)[0] for a in case[1:3])
         self.gamma = gamma + case.gamma_offset + (case.gamma is None)
         self.g = self.gamma * self.dy
-        each = unit(case.n, u)
+        rounding = unit(case.n, u)
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
         self.var, offset = row_mean(np.square(self.centered)), row_mean(np.abs(x / self.s))
         # Without a mean, there is no error of one.
-        shift = each * offset * self.is_layer
-        stretch = np.stack([each + shift**2, each * (1 + offset**2) + shift**2])
+        shift = rounding * offset * self.is_layer
+        stretch = np.stack([rounding + shift**2, rounding * (1 + offset**2) + shift**2])
         # Half of it gone: first order says nothing any more.
         lost = (shift > 0.5) | (stretch > 0.5)
         # How far off xhat may be shifted, and rstd relatively: plain and careless, (2, rows, 1).
@@ -115,7 +115,7 @@ class Expected:
         if name == "dx":
             g = self.g
             value = (g - self.is_layer * row_mean(g) - xhat * row_mean(g * xhat)) / self.s
-            *bounds, magnitude = (each / self.s for each in self.dx_bounds(g, xhat))
+            *bounds, magnitude = (part / self.s for part in self.dx_bounds(g, xhat))
         elif name == "y":
             value, magnitude = gamma * xhat + self.beta, np.abs(gamma * xhat) + np.abs(self.beta)
             bounds = 4 * self.u * magnitude + np.abs(gamma) * of_xhat
@@ -188,15 +188,15 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     """Call both functions, compare with the closed form; FaultError says what came instead."""
     y, cache = run(operation, case)
     gradients = operation.gradients(case.dy.copy(), cache)
-    expected, found = functools.cache(functools.partial(Expected, case)), {}
+    expected, judged = functools.cache(functools.partial(Expected, case)), {}
     names, arguments = ("y", "dx", "dgamma", "dbeta"), (case.x, *case[:3])
     for name, argument, actual in zip(names, arguments, (y, *gradients.values()), strict=True):
         if argument is not None and actual is not None:
             output = as_array(name, actual, argument.shape)
             # The coarsest dtype of the output, its argument, x and dy.
             u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, output))
-            found[name] = Judged(name, output, expected(u))
-    return found
+            judged[name] = Judged(name, output, expected(u))
+    return judged
 
 
 def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
@@ -210,10 +210,10 @@ def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
             keep = of.gamma != 0
             centered, xhat = of.centered[0][keep], ((case.rows(y)[0] - of.beta) / of.gamma)[keep]
             slope = float(xhat @ centered) / float(centered @ centered)
-            found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
+            inside = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
             # To the three digits in which such constants are written.
-            written = float(f"{found:.3g}")
-            differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
+            written = float(f"{inside:.3g}")
+            differs = abs(inside - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
             return (written if differs else case.eps), False
     return case.eps, True
 
@@ -334,19 +334,19 @@ def judge_case(operation: Operation, case: Case) -> tuple[Verdict, str]:
     except FaultError as fault:
         # A restriction that the program states itself, not a wrong gradient.
         return "NOTE", f"{fault}; x is {shape_text(case.x.shape)} there"
-    for each in judged:
+    for output in judged:
         # Rounding explains whatever came, NaN too, where the bound is infinite.
-        known = np.isfinite(each.careless)
-        if (wrong := (each.z > 1) & known).any() and each.error > case.tolerated:
-            where = name_pattern(wrong.reshape(each.shape))
-            off = f"{each.name} is off by {each.error:.1e} of what it is made of: {where}"
-            return "FAIL", each.not_finite or off
-    worst = max(judged, key=lambda each: each.error / each.expected.u)
+        known = np.isfinite(output.careless)
+        if (wrong := (output.z > 1) & known).any() and output.error > case.tolerated:
+            where = name_pattern(wrong.reshape(output.shape))
+            off = f"{output.name} is off by {output.error:.1e} of what it is made of: {where}"
+            return "FAIL", output.not_finite or off
+    worst = max(judged, key=lambda output: output.error / output.expected.u)
     u = worst.expected.u
     # A digit more than the sums of a plain program lose. It loses to an offset what a careful one
     # keeps: to be known, not blamed.
-    kept = worst.error < 10 * unit(max(worst.value.shape), u)
-    if kept or (worst.right and not case.is_hard):
+    explained = worst.error < 10 * unit(max(worst.value.shape), u)
+    if explained or (worst.right and not case.is_hard):
         return "PASS", ""
     digits = max(0, int(-math.log10(min(worst.error, 1))))
     return "NOTE", f"{worst.name} keeps {digits} of {-math.log10(u):.0f} digits on such data"

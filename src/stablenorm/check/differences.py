@@ -136,28 +136,28 @@ class Argument:
         scale = self.span[where]
         if place is None:
             scale = scale * self._rng.choice([-1.0, 1.0], scale.size)
-        found = self._compare(where, scale, 1.0)
+        estimate = self._compare(where, scale, 1.0)
         # Shorter steps say the same of a difference (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
-            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
+            if (estimate.judged and estimate.z <= 1) or np.min(self.span) * factor < 1e-290:
                 break
             again = self._compare(where, scale, factor)
             # "rounding" is no answer here: short steps may not move a coarse forward at all.
             answer = again.status == "smooth"
-            if found.z <= 1:
+            if estimate.z <= 1:
                 if answer or again.status == "kink":
-                    found, confirmed = again, None
+                    estimate, confirmed = again, None
             elif answer:
-                apart = abs(again.numeric - found.numeric)
-                if apart > again.bound_numeric + found.bound_numeric:
-                    found, confirmed = again, False
+                apart = abs(again.numeric - estimate.numeric)
+                if apart > again.bound_numeric + estimate.bound_numeric:
+                    estimate, confirmed = again, False
                 elif again.z > 1:
                     confirmed = True
         # Short steps without an answer drown in rounding (float32), or move nothing.
-        doubtful = confirmed is False or (confirmed is None and found.wavers)
-        status = "no limit" if found.z > 1 and doubtful else found.status
-        self.found.append(found._replace(status=status, place=place))
+        doubtful = confirmed is False or (confirmed is None and estimate.wavers)
+        status = "no limit" if estimate.z > 1 and doubtful else estimate.status
+        self.found.append(estimate._replace(status=status, place=place))
 
     def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
         """Compare along D, which moves the entries `where` by `scale`, with steps `factor` as long."""
@@ -199,7 +199,7 @@ class Argument:
         changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
         noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
         wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
-        bound, actual, numeric = (each / unit for each in best)
+        bound, actual, numeric = (part / unit for part in best)
         return Estimate(actual, numeric, bound, apart / unit + rounding, status, wavers)
 
     def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
@@ -261,7 +261,7 @@ class Argument:
             return np.asarray(np.round(factors * ulps) * quantum)
 
         def outputs(offsets: Array) -> Array:
-            values = [self._output(slice(None), x + each) for each in offsets[1:]]
+            values = [self._output(slice(None), x + move) for move in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
             # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)
@@ -275,7 +275,7 @@ class Argument:
         noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
         samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
         # The median of all outputs: one ill-conditioned row must not speak for the others.
-        sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
+        sigma = np.sqrt(np.max([np.mean(np.square(sample), axis=0) for sample in samples], axis=0))
         size = np.abs(loss.u * loss.y)
         relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
@@ -287,7 +287,7 @@ class Argument:
         usual = _norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
-        terms = [each[:, places] for each in samples]
+        terms = [sample[:, places] for sample in samples]
         variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
         # At least the usual noise of all outputs, in unrelated directions.
         floor = level * _norm((loss.u * reach)[places])
@@ -308,44 +308,44 @@ class Argument:
 
     def judge(self) -> tuple[ArgumentResult, Finding | None]:
         """Turn the comparisons into a result, and say where there is no derivative."""
-        shape, found = self.x.shape, self.found
-        elements = [each for each in found if each.place is not None]
+        shape, estimates = self.x.shape, self.found
+        elements = [e for e in estimates if e.place is not None]
         # Errors are relative to the RMS of the numeric gradient. One that cannot be told from zero
         # (n = 1, a masked input) has no size of its own.
-        known = [each for each in elements if each.judged]
-        typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
-        if all(abs(each.numeric) <= each.bound for each in known):
+        known = [e for e in elements if e.judged]
+        typical = float(rms(np.array([e.numeric for e in known]))) if known else 0.0
+        if all(abs(e.numeric) <= e.bound for e in known):
             typical = max(typical, self.natural_size)
         probed = _norm(self._gradient * self.span)
 
-        def coarseness(each: Estimate) -> float:
-            size = probed if each.place is None else max(typical, abs(each.numeric))
-            return float(each.bound / max(size, TINIEST)) if each.judged else np.inf
+        def coarseness(e: Estimate) -> float:
+            size = probed if e.place is None else max(typical, abs(e.numeric))
+            return float(e.bound / max(size, TINIEST)) if e.judged else np.inf
 
         # The coarsest comparison, those at kinks left out, relative to the size of both sides.
-        resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
+        resolution = max((coarseness(e) for e in estimates if e.status != "kink"), default=np.inf)
         coarsest = max(_COARSEST, 16 * unit_roundoff(self.gradient.dtype))
-        bent = [each.place for each in found if each.status == "kink"]
+        bent = [e.place for e in estimates if e.status == "kink"]
         at_kinks = sum(place is not None for place in bent)
-        wrong = np.array([each.z > 1 for each in elements])
+        wrong = np.array([e.z > 1 for e in elements])
         verdict: Verdict = "INCONCLUSIVE"
         pattern = why = ""
-        if failing := sum(each.z > 1 for each in found):
+        if failing := sum(e.z > 1 for e in estimates):
             verdict, pattern = "FAIL", f"{wrong.sum()} of the {len(elements)} elements compared"
             if len(elements) == self.x.size:
                 pattern = name_pattern(wrong.reshape(shape))
         elif 2 * at_kinks >= max(len(elements), 1):
             why = f"not differentiable at {at_kinks} of {len(elements)} elements"
         elif np.isinf(resolution):
-            loose = sum(not each.judged for each in found) - len(bent)
+            loose = sum(not e.judged for e in estimates) - len(bent)
             why = f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
         elif resolution <= coarsest:
             verdict = "PASS"
         else:
             why = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
-        worst = max(found, key=lambda each: (each.judged, each.z))
+        worst = max(estimates, key=lambda e: (e.judged, e.z))
         index = None if worst.place is None else place_of(worst.place, shape)
-        counts = len(elements), self.x.size, len(found) - len(elements), failing
+        counts = len(elements), self.x.size, len(estimates) - len(elements), failing
         rest = resolution, why, "secants", pattern
         result = ArgumentResult(self.name, verdict, *counts, index, *worst[:4], *rest)
         # Three are enough to see which.

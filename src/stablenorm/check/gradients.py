@@ -96,10 +96,10 @@ def check_gradients(
     'FAIL'
     """
     operation, (arrays, spans) = Operation(forward, backward), check_args(args, names, scales)
-    found = compare(operation, arrays, spans, rng, probes, max_elements, progress)
+    outcome = compare(operation, arrays, spans, rng, probes, max_elements, progress)
     about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
     about += [f"seed {rng}"] * isinstance(rng, int)
-    return make_report(operation, found, ", ".join(about))
+    return make_report(operation, outcome, ", ".join(about))
 
 
 def assert_gradients(
@@ -119,9 +119,9 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
-def make_report(operation: Operation, found: Found, about: str, *named: str) -> GradientReport:
+def make_report(operation: Operation, outcome: Found, about: str, *named: str) -> GradientReport:
     """Report what was found, what has a name, and what all calls of the operation cost."""
-    results, findings = found
+    results, findings = outcome
     # A modified array spoils results that are then called wrong.
     modified = tuple(f.message for f in findings if " modifies " in f.message)
     return GradientReport(
@@ -157,7 +157,7 @@ def compare(
         return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
 
     widen_bounds(loss, sound)
-    work = [(each, place) for each in sound for place in each.places(max_elements, probes)]
+    work = [(a, place) for a in sound for place in a.places(max_elements, probes)]
     for done, (argument, place) in enumerate(work, 1):
         argument.compare(place)
         if progress is not None:
@@ -206,12 +206,12 @@ def check_args(
         msg = f"scales must have one entry for each of {len(args)} args, got {len(scales)}"
         raise ValueError(msg)
     arrays, spans = dict[str, Array | None](), dict[str, Array]()
-    for label, given, scale in zip(labels, args, scales, strict=True):
-        if given is None:
+    for label, value, scale in zip(labels, args, scales, strict=True):
+        if value is None:
             arrays[label], spans[label] = None, np.zeros(0)
             continue
         # A copy, so that nothing that forward or backward does can reach the caller's array.
-        array = arrays[label] = np.array(given, order="C")
+        array = arrays[label] = np.array(value, order="C")
         check_dtype(label, array)
         if not np.isfinite(array).all():
             msg = f"{label} must be finite to be differentiated, got NaN or infinity"

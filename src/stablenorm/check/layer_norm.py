@@ -83,8 +83,8 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    given, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
-    return _check("layer", forward, backward, given, rng, options)
+    arguments, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
+    return _check("layer", forward, backward, arguments, rng, options)
 
 
 def check_rms_norm(
@@ -103,17 +103,17 @@ def check_rms_norm(
     >>> check_rms_norm(rms_norm_forward, rms_norm_backward, rng=0).verdict
     'PASS'
     """
-    given, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
-    return _check("rms", forward, backward, given, rng, options)
+    arguments, options = (x, gamma, beta, eps, gamma_offset), (probes, max_elements, progress)
+    return _check("rms", forward, backward, arguments, rng, options)
 
 
 @np.errstate(all="ignore")
 def _check(
-    kind: str, forward: Any, backward: Any, given: Any, rng: Any, options: tuple[Any, ...]
+    kind: str, forward: Any, backward: Any, arguments: Any, rng: Any, options: tuple[Any, ...]
 ) -> GradientReport:
-    """Check one norm of the arguments `given`; `options` are the last of `check_gradients`."""
+    """Check one norm of these arguments; `options` are the last of `check_gradients`."""
     seed, rng = rng, np.random.default_rng(rng)
-    x, gamma, beta, eps, gamma_offset = given
+    x, gamma, beta, eps, gamma_offset = arguments
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -139,7 +139,7 @@ def _check(
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
-    if has_rows and fits and any(each.verdict != "NOT CHECKED" for each in results):
+    if has_rows and fits and any(result.verdict != "NOT CHECKED" for result in results):
         with warnings.catch_warnings(action="ignore"):
             try:
                 judged, named = _look(operation, norm, rng, findings)
@@ -151,43 +151,43 @@ def _check(
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
         mean = " - mean(g)" * (kind == "layer")
         about += f"\ndx = rstd (g{mean} - xhat mean(g xhat)), where g = gamma dy"
-    results = [_decided(each, judged.get(f"d{each.name}", [])) for each in results]
+    results = [_decided(result, judged.get(f"d{result.name}", [])) for result in results]
     return make_report(operation, (results, findings), about, *named)
 
 
 def _look(
-    operation: Operation, given: Case, rng: Generator, findings: list[Finding]
+    operation: Operation, case: Case, rng: Generator, findings: list[Finding]
 ) -> tuple[dict[str, list[Judged]], tuple[str, ...]]:
     """Add what all other layers find to `findings`; return the gradients judged, and the diagnosis."""
-    y = closed_form.run(operation, given)[0]
+    y = closed_form.run(operation, case)[0]
     # The caller's data with a random dy.
-    given = given._replace(dy=rng.standard_normal(given.x.shape).astype(y.dtype))
-    eps, takes_eps = closed_form.read_eps(operation, given)
-    if eps != given.eps:
-        message = f"the eps given, {given.eps:g}, is not used: it is {eps:g} inside"
+    case = case._replace(dy=rng.standard_normal(case.x.shape).astype(y.dtype))
+    eps, takes_eps = closed_form.read_eps(operation, case)
+    if eps != case.eps:
+        message = f"the eps given, {case.eps:g}, is not used: it is {eps:g} inside"
         findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
-    given = given._replace(eps=eps)
+    case = case._replace(eps=eps)
     # Every element, on the caller's data and on ours; y first.
-    both = given, closed_form.ordinary(given, rng)
-    found = [closed_form.judge(operation, each) for each in both]
+    both = case, closed_form.ordinary(case, rng)
+    outputs = [closed_form.judge(operation, data) for data in both]
     equation = "y = gamma xhat + beta"
-    for each in found[::-1]:
-        if each["y"].wrong:
-            findings.append(Finding("closed form", equation, "FAIL", _about_y(each["y"])))
-            return {}, diagnose([each["y"]])
-    judged = {name: [each[name] for each in found] for name in found[0] if name != "y"}
-    right = [n for n, outputs in judged.items() if all(each.right for each in outputs)]
+    for by_name in outputs[::-1]:
+        if by_name["y"].wrong:
+            findings.append(Finding("closed form", equation, "FAIL", _about_y(by_name["y"])))
+            return {}, diagnose([by_name["y"]])
+    judged = {name: [by_name[name] for by_name in outputs] for name in outputs[0] if name != "y"}
+    right = [n for n, both in judged.items() if all(output.right for output in both)]
     for name in (equation, *(f"every element of {n} is right" for n in right)):
         findings.append(Finding("closed form", name, "PASS"))
-    wrong = [[one for one in each.values() if one.wrong] for each in found]
-    if said := [diagnose(each) for each in wrong if each]:
+    wrong = [[one for one in by_name.values() if one.wrong] for by_name in outputs]
+    if said := [diagnose(together) for together in wrong if together]:
         message = "not run: the gradients are wrong on ordinary inputs already"
         findings.append(Finding("hard inputs", "hard inputs", "NOTE", message))
         # The two data sets must not contradict one another.
-        return judged, tuple(s for s in said[-1] if all(s in each for each in said))
+        return judged, tuple(s for s in said[-1] if all(s in causes for causes in said))
 
-    base = closed_form.ordinary(given, rng, closed_form.few(given))
-    ours = closed_form.equivalent(given, base, rng, takes_eps=takes_eps)
+    base = closed_form.ordinary(case, rng, closed_form.few(case))
+    ours = closed_form.equivalent(case, base, rng, takes_eps=takes_eps)
     hard = closed_form.hard_inputs(base, rng)
     for layer, problems in (("closed form", ours), ("hard inputs", hard)):
         for case in problems:
@@ -214,20 +214,20 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     """Let the closed form decide where it can; elsewhere what finite differences say stays."""
     if not result.checked or not judged:
         return result
-    each = next((each for each in judged if each.wrong), judged[0])
+    one = next((one for one in judged if one.wrong), judged[0])
     # Under an offset that leaves x no digits, nothing is known of the right gradient either.
-    if not each.wrong and not (all(e.right for e in judged) and np.isfinite(each.resolution)):
+    if not one.wrong and not (all(e.right for e in judged) and np.isfinite(one.resolution)):
         return result
-    wrong, z = each.wrong, each.z if each.wrong else each.z_plain
-    pattern = name_pattern((z > 1).reshape(each.shape)) if wrong else ""
+    wrong, z = one.wrong, one.z if one.wrong else one.z_plain
+    pattern = name_pattern((z > 1).reshape(one.shape)) if wrong else ""
     verdict: Verdict = "FAIL" if wrong else "PASS"
     if result.verdict == verdict:
-        seen = result.resolution if wrong else min(result.resolution, each.resolution)
+        seen = result.resolution if wrong else min(result.resolution, one.resolution)
         return replace(result, pattern=pattern, resolution=seen)
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
-    message = each.not_finite or "seen by the closed form, too small for finite differences"
+    message = one.not_finite or "seen by the closed form, too small for finite differences"
     place = int(np.argmax(z))
-    actual, value, bound = (float(a.flat[place]) for a in (each.actual, each.value, each.plain))
-    counts = z.size, result.total, result.probes, int(np.sum(z > 1)), place_of(place, each.shape)
-    rest = each.resolution, message * wrong, "closed form", pattern
+    actual, value, bound = (float(a.flat[place]) for a in (one.actual, one.value, one.plain))
+    counts = z.size, result.total, result.probes, int(np.sum(z > 1)), place_of(place, one.shape)
+    rest = one.resolution, message * wrong, "closed form", pattern
     return ArgumentResult(result.name, verdict, *counts, actual, value, bound, 0.0, *rest)

@@ -167,17 +167,17 @@ class GradientReport:
     def __str__(self) -> str:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
         lines = [*self.diagnosis, *self.about.splitlines()]
-        lines += [line for each in self.arguments for line in str(each).splitlines()]
-        for layer in dict.fromkeys(each.layer for each in self.findings):
-            seen = [each for each in self.findings if each.layer == layer]
-            counts = Counter(each.verdict for each in seen)
+        lines += [line for result in self.arguments for line in str(result).splitlines()]
+        for layer in dict.fromkeys(finding.layer for finding in self.findings):
+            seen = [finding for finding in self.findings if finding.layer == layer]
+            counts = Counter(finding.verdict for finding in seen)
             lines.append(f"{layer}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
             shown = (f for f in seen if f.verdict != "PASS")
             lines += [f"  {f.verdict}: {f.name}: {f.message}".removesuffix(": ") for f in shown]
         calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
         # Below a second, the time interests nobody, and equal checks give equal texts.
         lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
-        names = [each.name for each in self.arguments if each.verdict == self.verdict]
+        names = [result.name for result in self.arguments if result.verdict == self.verdict]
         of = "wrong gradient of " if self.verdict == "FAIL" else "no verdict on the gradient of "
         if not names:
             names = list(dict.fromkeys(f.layer for f in self.findings if f.verdict == self.verdict))

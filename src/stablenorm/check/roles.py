@@ -61,9 +61,9 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
     """Return the gradients that come by name or, as many as there are, in order; else nothing."""
     named = returned._asdict() if hasattr(returned, "_asdict") else returned
     if isinstance(named, Mapping):
-        found = {gradient_role(name) or role_of(name): each for name, each in named.items()}
-        if "x" in found or not isinstance(returned, tuple):
-            return found
+        gradients = {gradient_role(name) or role_of(name): v for name, v in named.items()}
+        if "x" in gradients or not isinstance(returned, tuple):
+            return gradients
     # dx, and the others together.
     if isinstance(returned, tuple) and len(returned) == 2:
         dx, others = returned
@@ -81,16 +81,16 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
 
 
 def in_order(
-    found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str] = ("x",)
+    named: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str] = ("x",)
 ) -> list[Any]:
     """Return dx, dgamma and dbeta, or FaultError if a required one is missing."""
-    if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
+    if missing := ", ".join(f"d{role}" for role in required if named.get(role) is None):
         wanted = ", ".join(f"d{role}" for role in ("x", *takes))
         msg = f"the backward must return {wanted}, got {described(returned)}"
         # In a tuple of another length, it is not known which ones there are.
-        msg += f": no {missing}" * ("x" in found or isinstance(returned, Mapping))
+        msg += f": no {missing}" * ("x" in named or isinstance(returned, Mapping))
         raise FaultError(msg)
-    return [found.get(role) for role in ARGUMENTS[:3]]
+    return [named.get(role) for role in ARGUMENTS[:3]]
 
 
 def adapt(
@@ -114,20 +114,20 @@ def adapt(
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         settings = dict.fromkeys(NAMES["eps"], eps)
-        given = {"x": x, "gamma": gamma, "beta": beta, "eps": eps, "settings": settings}
-        result = call_forward(**given)
-        y, *kept = result if isinstance(result, (tuple, list)) else (result,)
-        if is_usual and kept:
-            return y, kept[0] if len(kept) == 1 else tuple(kept)
-        if len(results) > 1 and len(kept) == 1 and isinstance(kept[0], (tuple, list)):
-            kept = [*kept[0]]
+        values = {"x": x, "gamma": gamma, "beta": beta, "eps": eps, "settings": settings}
+        result = call_forward(**values)
+        y, *saved = result if isinstance(result, (tuple, list)) else (result,)
+        if is_usual and saved:
+            return y, saved[0] if len(saved) == 1 else tuple(saved)
+        if len(results) > 1 and len(saved) == 1 and isinstance(saved[0], (tuple, list)):
+            saved = [*saved[0]]
         # One of more results might be the wrong one. A backward that takes none makes its own.
-        if is_usual or (results and len(kept) != len(results)):
+        if is_usual or (results and len(saved) != len(results)):
             wanted = f"y and the {len(results)} that the backward takes of it"
             wanted = "(y, cache)" if is_usual else wanted
             msg = f"the forward must return {wanted}, got {described(result)}"
             raise FaultError(msg)
-        return y, given | dict(zip(results, kept, strict=False))
+        return y, values | dict(zip(results, saved, strict=False))
 
     def pull(dy: Any, cache: Any) -> list[Any]:
         returned = call_backward(dy=dy, **({"cache": cache} if is_usual else cache))
@@ -160,8 +160,8 @@ def by_role(function: Function, names: dict[str, str]) -> Function:
     """Return the function of its arguments by role; `names` has a parameter for each."""
     signature = inspect.signature(function)
 
-    def call(**given: Any) -> Any:
-        bound = inspect.BoundArguments(signature, {n: given[r] for r, n in names.items()})
+    def call(**values: Any) -> Any:
+        bound = inspect.BoundArguments(signature, {n: values[r] for r, n in names.items()})
         return function(*bound.args, **bound.kwargs)
 
     return call

@@ -36,17 +36,17 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
         ("the backward is linear in dy", lambda: _linear(loss, arguments)),
         ("the backward uses the cache that it is given", lambda: _uses_its_cache(loss, arguments)),
     ]  # fmt: skip
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, rule in rules[: None if backward else 2]:
         # Gradients that differ at each call would be blamed on the cache too, in the last.
-        if rule is rules[-1][1] and any(f.verdict == "FAIL" for f in found):
+        if rule is rules[-1][1] and any(f.verdict == "FAIL" for f in findings):
             break
         try:
             message = rule()
         except FaultError as fault:
             message = str(fault)
-        found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
-    return found
+        findings.append(Finding("contract", name, "FAIL" if message else "PASS", message))
+    return findings
 
 
 def widen_bounds(loss: Loss, arguments: list[Argument]) -> None:
@@ -77,7 +77,7 @@ def _pulls(
     cache = loss.operation.forward(loss.args)[1] if cache is None else cache
     for dy in dys:
         returned = loss.operation.gradients(np.array(dy, loss.dy.dtype), cache)
-        yield {each.label: each.settled(returned) for each in arguments}
+        yield {argument.label: argument.settled(returned) for argument in arguments}
 
 
 def _linear(loss: Loss, arguments: list[Argument]) -> str:
@@ -107,9 +107,9 @@ def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
     # Some objects cannot be copied; a closure is its own copy, with all in it.
     with suppress(Exception):
         copied = copy.deepcopy(cache)
-    ours, theirs = (set(map(id, leaves(each))) for each in (cache, copied))
+    ours, theirs = (set(map(id, leaves(held))) for held in (cache, copied))
     is_copy = bool(theirs) and theirs.isdisjoint(ours)
-    moved, right = {**loss.args}, {each.label: each.gradient for each in arguments}
+    moved, right = {**loss.args}, {argument.label: argument.gradient for argument in arguments}
     for name, a in loss.args.items():
         if a is not None:
             # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
