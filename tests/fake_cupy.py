@@ -199,7 +199,7 @@ def put_device(
         for each in host_shim.launch(function, *given, **options):
             made["traffic"][each.tensor.name] = each
             # Each byte of a result is stored once.
-            assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
+            assert each.tensor.rights != WRITE or (each.stores == 1).all(), each.tensor.name
 
     facts = driver.Facts("90", 1, shared)
     monkeypatch.setattr(driver, "read_facts", lambda _: facts)
@@ -209,10 +209,10 @@ def put_device(
 
 
 def tensors(kernel, values):
-    """Return the memory that a launch may touch, by its parameters; None if results lie over inputs."""
+    """Return the memory that a launch may touch, by its parameters; none if results lie over inputs."""
     rows, n = values["rows"], values["n"]
     if values["out"] and values["out"] in (values["x"], values["dy"]):
-        return None
+        return []
     x, dy, gamma, beta = (parse(name).itemsize for name in kernel[1:5])
     kept = WRITE if kernel.forward else READ
     found = []

@@ -156,11 +156,11 @@ def test_rows_are_read_once(launches):
     both(case)
     forward, backward = (launch.traffic for launch in launches)
     loaded = [backward["x"], backward["dy"]]
-    assert [traffic.loaded for traffic in loaded] == [case[0].nbytes] * 2
+    assert [traffic.loads.sum() for traffic in loaded] == [case[0].nbytes] * 2
     # Every thread of a forward asks for the first element of its row as well.
     firsts = 40 * launches[0].kernel.row_threads * 4
-    assert forward["x"].loaded == case[0].nbytes + firsts
-    assert forward["out"].stored == backward["out"].stored == case[0].nbytes
+    assert forward["x"].loads.sum() == case[0].nbytes + firsts
+    assert forward["out"].stores.sum() == backward["out"].stores.sum() == case[0].nbytes
 
 
 # ---- faults, planted in the kernels: each is seen ----
