@@ -310,7 +310,7 @@ def test_memory_that_a_graph_writes_to_is_kept(use, cupy, monkeypatch):
     dy, cache = forward_of_ones(300, 33)
     layer_norm_backward(dy, cache)
     assert kept == []
-    cupy.cuda.stream.capturing = True
+    cupy.cuda.stream = fake.Stream(capturing=True)
     for _ in range(2):
         layer_norm_backward(dy, cache)
     # Partial sums and a counter of each, which the graph sets to 0.
