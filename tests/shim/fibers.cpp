@@ -14,7 +14,6 @@
 // The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers that some
 // threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
-#include <csetjmp>
 #include <cstdio>
 #include <cstring>
 #include <list>
@@ -38,6 +37,12 @@ constexpr std::size_t STACK = 1 << 16;
 constexpr long PATIENCE = 200000;
 
 enum { READ = 1, WRITE = 2 };
+struct {
+    void (*call)(const unsigned char*);
+    const unsigned char* parameters;
+    unsigned grid, threads, shared_bytes;
+} launch;
+
 // A tensor, filled by the driver, or shared memory; `loads` and `stores` count those of each byte of a tensor.
 struct Region {
     Bytes begin;
@@ -75,7 +80,7 @@ struct Meeting {
     long bytes = 0;
     unsigned phase = 0;
     int line = 0, lanes = 0;
-    Past arriving, seen;
+    Past arriving = Past(launch.threads + 1), seen = arriving;
     std::vector<Fiber*> waiting;
 
     explicit Meeting(int count = 0) : count(count), missing(count) {}
@@ -92,14 +97,14 @@ struct Fiber {
     Block* block;
     unsigned thread;
     Bytes stack;
-    jmp_buf context;
-    bool begun = false, done = false;
+    ucontext_t context;
+    bool done = false;
     // The kind and the line of the wait.
     const char* wait = "";
     int line = 0;
     // Handed to other lanes, by the parity of the phase: none of them is two phases away.
     double values[2] = {};
-    Past past;
+    Past past = Past(launch.threads + 1);
     unsigned time = 1;
     // Copies without a barrier; how many groups of them it has closed.
     std::vector<Copy> copies;
@@ -108,12 +113,6 @@ struct Fiber {
     unsigned latest = 0;
     Past fenced;
 };
-
-struct {
-    void (*call)(const unsigned char*);
-    const unsigned char* parameters;
-    unsigned grid, threads, shared_bytes;
-} launch;
 
 struct Block {
     int index;
@@ -133,39 +132,25 @@ struct Block {
     explicit Block(unsigned index);
 };
 
-// What a block did before an atomic operation that released it.
-struct Release {
-    unsigned number;
-    Past past;
-};
-
 std::vector<Memory> tensors;
-std::vector<std::vector<Release>> released;
+// By block, atomic operations that followed a fence, and what was done and seen before it.
+std::vector<std::vector<std::pair<unsigned, Past>>> released;
 unsigned atomics;
 std::mt19937_64 draw;
 long idle;
-jmp_buf scheduler;
+ucontext_t scheduler;
 Fiber* current;
 std::vector<Fiber*> runnable;
 bool failed;
 char message[1024];
-
-Block::Block(unsigned number) : index(int(number)) {
-    for (Fiber& fiber : fibers) {
-        fiber.block = this;
-        fiber.thread = unsigned(&fiber - fibers.data());
-        fiber.stack = stacks.get() + fiber.thread * STACK;
-        fiber.past.resize(launch.threads + 1);
-        runnable.push_back(&fiber);
-    }
-}
 
 template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
     const int used = std::snprintf(message, sizeof message, "block %d, thread %u: ",
                                    current->block->index, current->thread);
     std::snprintf(message + used, sizeof message - used, format, values...);
     failed = true;
-    _longjmp(scheduler, 1);
+    setcontext(&scheduler);
+    std::abort();
 }
 
 // ---- order ----
@@ -176,8 +161,8 @@ bool is_ordered(const Touch& other) {
     if (other.block == current->block->index)
         return other.thread == int(current->thread) || other.time <= past[other.thread];
     const auto& releases = released[other.block];
-    return std::any_of(releases.begin(), releases.end(), [&](const Release& each) {
-        return each.number <= past.back() && other.time <= each.past[other.thread];
+    return std::any_of(releases.begin(), releases.end(), [&](const auto& each) {
+        return each.first <= past.back() && other.time <= each.second[other.thread];
     });
 }
 
@@ -196,14 +181,12 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
     shadow.write = now;
 }
 
-// Add what a thread or those who met have seen.
 void see(Past& past, const Past& other) {
-    past.resize(launch.threads + 1);
-    for (std::size_t i = 0; i < other.size(); ++i) past[i] = std::max(past[i], other[i]);
+    for (std::size_t i = 0; i < past.size(); ++i) past[i] = std::max(past[i], other[i]);
 }
-
-// Add what this thread has done, and what it does from now on is later.
-void do_until_now(Past& past) { past.resize(launch.threads + 1), past[current->thread] = current->time++; }
+// Let others see what this thread has done; what it does from now on is later.
+void show(Past& past) { past[current->thread] = current->time++; }
+void show_all(Past& past) { see(past, current->past), show(past); }
 
 // ---- every access ----
 
@@ -231,27 +214,25 @@ void access(const void* place, std::size_t size, bool write) {
 
 // ---- switching ----
 
-// setjmp where it can: swapcontext asks the kernel for the signal mask at every switch.
-void to_scheduler() {
-    if (!_setjmp(current->context)) _longjmp(scheduler, 1);
-}
+void to_scheduler() { swapcontext(&current->context, &scheduler); }
 
 void fiber_main() {
     launch.call(launch.parameters);
     current->done = true;
-    to_scheduler();
+    setcontext(&scheduler);
 }
 
-void resume() {
-    if (_setjmp(scheduler)) return;
-    if (current->begun) _longjmp(current->context, 1);
-    current->begun = true;
-    ucontext_t start;
-    getcontext(&start);
-    start.uc_stack.ss_sp = current->stack;
-    start.uc_stack.ss_size = STACK;
-    makecontext(&start, fiber_main, 0);
-    setcontext(&start);
+Block::Block(unsigned number) : index(int(number)) {
+    for (Fiber& fiber : fibers) {
+        fiber.block = this;
+        fiber.thread = unsigned(&fiber - fibers.data());
+        fiber.stack = stacks.get() + fiber.thread * STACK;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = STACK;
+        makecontext(&fiber.context, fiber_main, 0);
+        runnable.push_back(&fiber);
+    }
 }
 
 // Let the others run before memory is looked at again.
@@ -292,12 +273,8 @@ int meet(Meeting& meeting, const char* what, int line, bool orders, double value
     if (meeting.missing == meeting.count) meeting.line = line, meeting.lanes = lanes;
     if (meeting.line != line || meeting.lanes != lanes)
         fail("threads wait at different %s, lines %d and %d", what, line, meeting.line);
-    if (orders) {
-        see(meeting.arriving, current->past);
-        do_until_now(meeting.arriving);
-    } else {
-        current->values[parity] = value;
-    }
+    if (orders) show_all(meeting.arriving);
+    else current->values[parity] = value;
     arrive(meeting, 1, 0);
     wait(meeting, parity, what, line);
     if (orders) see(current->past, meeting.seen);
@@ -364,7 +341,7 @@ void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier
     std::memset(to, 0xff, room);
     set_flying(block, Bytes(to), room, true);
     // A thread that sees the phase over sees the copy.
-    if (meeting) do_until_now(meeting->arriving);
+    if (meeting) show(meeting->arriving);
 }
 
 void commit_copies() { ++current->groups; }
@@ -386,8 +363,7 @@ void barrier_init(Barrier* barrier, int count) {
 void barrier_expect(Barrier* barrier, int bytes) {
     access(barrier, 8, false);
     Meeting& meeting = current->block->barriers.at(barrier);
-    see(meeting.arriving, current->past);
-    do_until_now(meeting.arriving);
+    show_all(meeting.arriving);
     arrive(meeting, 1, bytes);
 }
 
@@ -401,7 +377,7 @@ void shim_barrier_wait(Barrier* barrier, int parity, int line) {
 void __threadfence() {
     current->past.back() = current->latest;
     current->fenced = current->past;
-    do_until_now(current->fenced);
+    show(current->fenced);
 }
 
 unsigned atomicAdd(unsigned* word, unsigned value) {
@@ -461,7 +437,7 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
         if (!eager) std::swap(runnable[draw() % runnable.size()], runnable.back());
         current = runnable.back();
         runnable.pop_back();
-        resume();
+        swapcontext(&scheduler, &current->context);
         if (failed || !current->done) continue;
         idle = 0;
         --current->block->alive;
@@ -470,7 +446,8 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
     if (!failed && !alive.empty()) {
         current = alive.front().fibers.data();
         while (current->done) ++current;
-        if (!_setjmp(scheduler)) fail("waits at %s, line %d, and nobody comes", current->wait, current->line);
+        getcontext(&scheduler);
+        if (!failed) fail("waits at %s, line %d, and nobody comes", current->wait, current->line);
     }
     current = nullptr;
     runnable.clear();
