@@ -166,13 +166,15 @@ def put_device(
         launches.append(types.SimpleNamespace(**made))
         if not run:
             return
-        memory = parameters.tobytes(), tensors(kernel, values)
-        given = grid, kernel.threads, kernel.shared_bytes, *memory
+        memory = tensors(kernel, values)
+        given = grid, kernel.threads, kernel.shared_bytes, parameters.tobytes(), memory
         options = {"seed": seed + len(launches) - 1, "cooperative": together}
-        for each in host_shim.launch(function, *given, **options):
-            made["traffic"][each.tensor.name] = each
+        for tensor, counts in zip(
+            memory, host_shim.launch(function, *given, **options), strict=True
+        ):
+            made["traffic"][tensor.name] = counts.sum(axis=1)
             # Each byte of a result is stored once.
-            assert each.tensor.rights != WRITE or (each.stores == 1).all(), each.tensor.name
+            assert tensor.rights != WRITE or (counts[1] == 1).all(), tensor.name
 
     facts = driver.Facts("90", 1, shared)
     monkeypatch.setattr(driver, "read_facts", lambda _: facts)

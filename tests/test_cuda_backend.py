@@ -224,7 +224,10 @@ def test_without_cupy_the_install_line_is_named(monkeypatch):
 def test_without_a_device_or_a_driver_it_says_so(cupy):
     error = RuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
     cupy.cuda.runtime.getDeviceCount = Mock(side_effect=[error, 0])
-    for said in ("RuntimeError: cudaErrorInsufficientDriver.*", "it finds none; see whether nvidia"):
+    for said in (
+        "RuntimeError: cudaErrorInsufficientDriver.*",
+        "it finds none; see whether nvidia",
+    ):
         with pytest.raises(RuntimeError, match=f"needs a CUDA device, and CUDA says: {said}"):
             layer_norm(X, backend="cuda")
 

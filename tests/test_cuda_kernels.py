@@ -155,12 +155,11 @@ def test_rows_are_read_once(launches):
     case = ordinary(40, 1000, "float32")
     both(case)
     forward, backward = (launch.traffic for launch in launches)
-    loaded = [backward["x"], backward["dy"]]
-    assert [traffic.loads.sum() for traffic in loaded] == [case[0].nbytes] * 2
+    assert backward["x"][0] == backward["dy"][0] == case[0].nbytes
     # Every thread of a forward asks for the first element of its row as well.
     firsts = 40 * launches[0].kernel.row_threads * 4
-    assert forward["x"].loads.sum() == case[0].nbytes + firsts
-    assert forward["out"].stores.sum() == backward["out"].stores.sum() == case[0].nbytes
+    assert forward["x"][0] == case[0].nbytes + firsts
+    assert forward["out"][1] == backward["out"][1] == case[0].nbytes
 
 
 # ---- faults, planted in the kernels: each is seen ----

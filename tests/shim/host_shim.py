@@ -47,14 +47,6 @@ class Tensor(NamedTuple):
     rights: int
 
 
-class Traffic(NamedTuple):
-    """The traffic of a launch with one tensor: how often each of its bytes was loaded, and stored."""
-
-    tensor: Tensor
-    loads: np.ndarray
-    stores: np.ndarray
-
-
 def _compile(*options, text=None):
     run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
     if (done := run(["g++", *options], input=text)).returncode:
@@ -115,16 +107,18 @@ extern "C" __attribute__((no_sanitize("thread"))) void shim_call(const unsigned 
 
 def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, cooperative=False):
     """
-    Run one grid to its end, on memory of this process; return the traffic of each tensor.
+    Run one grid to its end, on memory of this process; return for each tensor how often each of its bytes was
+    loaded, and stored.
 
     `seed` decides the schedule: drawn if it is even, one block as far as possible if it is odd. All
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
     `tensors` only shared memory and barriers are checked.
     """
-    traffic = [Traffic(each, *np.zeros((2, each.nbytes), np.uint32)) for each in tensors]
+    traffic = [np.zeros((2, each.nbytes), np.uint32) for each in tensors]
+    both = zip(tensors, traffic, strict=True)
     # An array of struct Region.
     regions = np.array(
-        [(*each[1:], *(a.ctypes.data for a in counts)) for each, *counts in traffic], np.uint64
+        [(*each[1:], *(a.ctypes.data for a in counts)) for each, counts in both], np.uint64
     )
     kernel.shim_launch.restype = ctypes.c_char_p
     failed = kernel.shim_launch(
