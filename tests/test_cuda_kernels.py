@@ -188,11 +188,6 @@ def test_planted_faults_are_found(fault, use, monkeypatch):
     monkeypatch.setattr(plan, "_CHUNKS", 2)
     expected = both(case, np.asarray)
     edited = "layer_norm_forward" if "of a forward" in fault else "layer_norm_backward"
-
-    def run():
-        for seed in range(4):
-            use(edits=edits, edited=edited, resident=2, seed=seed, shared=99 << 10)
-            assert_same(expected, both(case))
-
+    use(edits=edits, edited=edited, resident=2, shared=99 << 10)
     with pytest.raises((AssertionError, host_shim.LaunchError)):
-        run()
+        assert_same(expected, both(case))

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 # -Og: compiling takes most of the time of the tests. -fno-strict-aliasing: kernels look at the bits
 # of floats through pointers. -ftrivial-auto-var-init: a variable that was never written holds 0xFE
 # bytes, not luck. Instrumented as for the sanitizers; fibers.cpp takes their place.
-RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pipe", f"-I{HERE}")
+RUNTIME_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pipe", f"-I{HERE}")
 KERNEL_FLAGS = (
     *RUNTIME_FLAGS, "-Og", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas",
     "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern", "-fsanitize=thread",

@@ -12,9 +12,6 @@
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
-//
-// A host that compiles this (no __CUDA_ARCH__) supplies half_to_double, double_to_half and all of
-// layer_norm_device.cuh.
 
 #include "layer_norm_numbers.cuh"
 
