@@ -46,15 +46,6 @@ def assert_as_on_the_host(case, place=on_device, axis=-1, out=None):
     return expected, cache
 
 
-def failing(name, message):
-    """Return a function that raises an error of CuPy's of this name."""
-
-    def fail(*_):
-        raise type(name, (RuntimeError,), {})(message)
-
-    return fail
-
-
 # ---- the doors ----
 
 
@@ -231,15 +222,14 @@ def test_without_cupy_the_install_line_is_named(monkeypatch):
 
 
 def test_without_a_device_or_a_driver_it_says_so(cupy):
-    text = "cudaErrorInsufficientDriver: driver version is insufficient"
-    cupy.cuda.runtime.getDeviceCount = failing("CUDARuntimeError", text)
-    with pytest.raises(
-        RuntimeError, match=r"needs a CUDA device, and CUDA says: CUDARuntimeError: cudaErrorInsuff"
+    error = RuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
+    cupy.cuda.runtime.getDeviceCount = Mock(side_effect=[error, 0])
+    for said in (
+        "RuntimeError: cudaErrorInsufficientDriver.*",
+        "it finds none; see whether nvidia",
     ):
-        layer_norm(X, backend="cuda")
-    cupy.cuda.runtime.getDeviceCount = lambda: 0
-    with pytest.raises(RuntimeError, match=r"it finds none; see whether nvidia-smi"):
-        layer_norm(X, backend="cuda")
+        with pytest.raises(RuntimeError, match=f"needs a CUDA device, and CUDA says: {said}"):
+            layer_norm(X, backend="cuda")
 
 
 # ---- kernels: loaded, launched ----
@@ -277,8 +267,8 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
 
 @needs_shim
 def test_a_grid_refused_by_the_driver_is_halved(launches, monkeypatch, rng):
-    refuse = failing("CUDADriverError", "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks")
-    working = driver.launch
+    error = RuntimeError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks")
+    refuse, working = Mock(side_effect=error), driver.launch
     monkeypatch.setattr(
         driver, "launch", lambda *a: (refuse if a[2] > 1 and a[-1] else working)(*a)
     )
@@ -310,7 +300,7 @@ def test_memory_that_a_graph_writes_to_is_kept(use, cupy, monkeypatch):
     dy, cache = forward_of_ones(300, 33)
     layer_norm_backward(dy, cache)
     assert kept == []
-    cupy.cuda.stream.capturing = True
+    cupy.cuda.stream = fake.Stream(capturing=True)
     for _ in range(2):
         layer_norm_backward(dy, cache)
     # Partial sums and a counter of each, which the graph sets to 0.

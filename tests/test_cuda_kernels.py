@@ -155,12 +155,11 @@ def test_rows_are_read_once(launches):
     case = ordinary(40, 1000, "float32")
     both(case)
     forward, backward = (launch.traffic for launch in launches)
-    loaded = [backward["x"], backward["dy"]]
-    assert [traffic.loaded for traffic in loaded] == [case[0].nbytes] * 2
+    assert backward["x"][0] == backward["dy"][0] == case[0].nbytes
     # Every thread of a forward asks for the first element of its row as well.
     firsts = 40 * launches[0].kernel.row_threads * 4
-    assert forward["x"].loaded == case[0].nbytes + firsts
-    assert forward["out"].stored == backward["out"].stored == case[0].nbytes
+    assert forward["x"][0] == case[0].nbytes + firsts
+    assert forward["out"][1] == backward["out"][1] == case[0].nbytes
 
 
 # ---- faults, planted in the kernels: each is seen ----
@@ -189,11 +188,6 @@ def test_planted_faults_are_found(fault, use, monkeypatch):
     monkeypatch.setattr(plan, "_CHUNKS", 2)
     expected = both(case, np.asarray)
     edited = "layer_norm_forward" if "of a forward" in fault else "layer_norm_backward"
-
-    def run():
-        for seed in range(4):
-            use(edits=edits, edited=edited, resident=2, seed=seed, shared=99 << 10)
-            assert_same(expected, both(case))
-
+    use(edits=edits, edited=edited, resident=2, shared=99 << 10)
     with pytest.raises((AssertionError, host_shim.LaunchError)):
-        run()
+        assert_same(expected, both(case))

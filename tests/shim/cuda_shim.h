@@ -18,8 +18,7 @@
 // ---- threads and memory ----
 
 using Barrier = unsigned long long;
-struct ShimIndex { unsigned x; };
-struct ShimPlace { ShimIndex thread, block, grid; };
+struct ShimPlace { struct { unsigned x; } thread, block, grid; };
 extern "C" {
 ShimPlace shim_place();
 unsigned char* shim_shared();
@@ -66,16 +65,10 @@ inline void show_barriers() {}
 
 // ---- arithmetic, each operation rounded once ----
 
-template <class To, class From> inline To shim_bits(From value) {
-    static_assert(sizeof(To) == sizeof(From), "the same bits");
-    To result;
-    __builtin_memcpy(&result, &value, sizeof result);
-    return result;
-}
-inline long long __double_as_longlong(double v) { return shim_bits<long long>(v); }
-inline double __longlong_as_double(long long v) { return shim_bits<double>(v); }
-inline unsigned __float_as_uint(float v) { return shim_bits<unsigned>(v); }
-inline float __uint_as_float(unsigned v) { return shim_bits<float>(v); }
+inline long long __double_as_longlong(double v) { return __builtin_bit_cast(long long, v); }
+inline double __longlong_as_double(long long v) { return __builtin_bit_cast(double, v); }
+inline unsigned __float_as_uint(float v) { return __builtin_bit_cast(unsigned, v); }
+inline float __uint_as_float(unsigned v) { return __builtin_bit_cast(float, v); }
 
 inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -87,5 +80,5 @@ inline float __double2float_rz(double v) {
 }
 
 // Conversions that are instructions of the device.
-inline double half_to_double(unsigned short bits) { return double(shim_bits<_Float16>(bits)); }
-inline unsigned short double_to_half(double v) { return shim_bits<unsigned short>((_Float16)v); }
+inline double half_to_double(unsigned short bits) { return double(__builtin_bit_cast(_Float16, bits)); }
+inline unsigned short double_to_half(double v) { return __builtin_bit_cast(unsigned short, (_Float16)v); }

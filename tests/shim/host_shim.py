@@ -10,9 +10,10 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import os
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ HERE = Path(__file__).parent
 # -Og: compiling takes most of the time of the tests. -fno-strict-aliasing: kernels look at the bits
 # of floats through pointers. -ftrivial-auto-var-init: a variable that was never written holds 0xFE
 # bytes, not luck. Instrumented as for the sanitizers; fibers.cpp takes their place.
-RUNTIME_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-pipe", f"-I{HERE}")
+RUNTIME_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pipe", f"-I{HERE}")
 KERNEL_FLAGS = (
     *RUNTIME_FLAGS, "-Og", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas",
     "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern", "-fsanitize=thread",
@@ -46,53 +47,38 @@ class Tensor(NamedTuple):
     rights: int
 
 
-class Traffic(NamedTuple):
-    """The traffic of a launch with one tensor: bytes loaded and stored, stores to each of its bytes."""
-
-    tensor: Tensor
-    loaded: int
-    stored: int
-    writes: np.ndarray
+def _compile(*options, text=None):
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False)
+    if (done := run(["g++", *options], input=text)).returncode:
+        msg = f"g++ did not compile the kernel:\n{done.stderr[:4000]}"
+        raise RuntimeError(msg)
 
 
-# struct Region of fibers.cpp.
-REGION = [(name, np.uint64) for name in ("begin", "bytes", "rights", "writes", "loaded", "stored")]
-
-
-def _why_not() -> str:
-    """Say what is missing to run kernels on this machine; "" if nothing is."""
-    if not Path("/proc/self/exe").exists():
-        return "the host shim needs Linux"
-    if shutil.which("g++") is None:
-        return "the host shim needs g++"
-    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True)
-    # The first with _Float16 on x86-64.
-    return "" if int(version.stdout.split(".")[0]) >= 12 else "the host shim needs g++ 12 or later"
+def _is_usable():
+    try:
+        # g++ 12 is the first with this type on x86-64.
+        _compile("-fsyntax-only", "-x", "c++", "-", text="_Float16 half;")
+    except (OSError, RuntimeError):
+        return False
+    return sys.platform == "linux"
 
 
 # Marks tests that run kernels.
-needs_shim = pytest.mark.skipif(bool(why := _why_not()), reason=why or "-")
+needs_shim = pytest.mark.skipif(
+    not _is_usable(), reason="the host shim needs Linux and g++ 12 or later"
+)
 
 
-def _made(folder, text, *options):
-    """Compile C++ text into a library; several processes that ask for it compile it once."""
+def _object(folder, text, *options):
+    """Compile C++ text; several processes that ask for it compile it once."""
     parts = [text, (HERE / "cuda_shim.h").read_text(), *options]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    path = folder / f"{digest}.so"
-    with (folder / f"{digest}.lock").open("w") as lock:
+    path = folder / (hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20] + ".o")
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            written, made, linked = (path.with_suffix(end) for end in (".cpp", ".o", ".part"))
-            written.write_text(text)
-            # In two steps: with its option, g++ would link ThreadSanitizer itself.
-            for step in ([*options, "-c", written, "-o", made], ["-shared", made, "-o", linked]):
-                process = subprocess.run(
-                    ["g++", *step], capture_output=True, text=True, check=False
-                )
-                if process.returncode:
-                    msg = f"g++ did not compile the kernel:\n{process.stderr[:4000]}"
-                    raise RuntimeError(msg)
-            linked.replace(path)
+            part = path.with_suffix(".part")
+            _compile(*options, "-c", "-x", "c++", "-", "-o", part, text=text)
+            part.replace(path)
     return path
 
 
@@ -111,33 +97,35 @@ extern "C" __attribute__((no_sanitize("thread"))) void shim_call(const unsigned 
     {entry}(*reinterpret_cast<const Parameters*>(bytes));
 }}
 """
-    runtime = _made(folder, (HERE / "fibers.cpp").read_text(), *RUNTIME_FLAGS)
-    if not hasattr(ctypes.CDLL(None), "shim_launch"):
-        # Once in a process: the libraries of all kernels find its functions.
-        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *(f"-D{each}" for each in defines))))
+    runtime = _object(folder, (HERE / "fibers.cpp").read_text(), *RUNTIME_FLAGS)
+    kernel = _object(folder, text, *KERNEL_FLAGS, *(f"-D{each}" for each in defines))
+    library = kernel.with_suffix(f".{os.getpid()}.so")
+    # A step of its own: with its option, g++ would link ThreadSanitizer itself.
+    _compile("-shared", kernel, runtime, "-o", library)
+    return ctypes.CDLL(str(library))
 
 
 def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, cooperative=False):
     """
-    Run one grid to its end, on memory of this process; return the traffic of each tensor.
+    Run one grid to its end, on memory of this process; return for each tensor how often each of its bytes was
+    loaded, and stored.
 
     `seed` decides the schedule: drawn if it is even, one block as far as possible if it is odd. All
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
     `tensors` only shared memory and barriers are checked.
     """
-    given = tensors or ()
-    writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in given]
-    pairs = zip(given, writes, strict=True)
-    regions = np.array([(*each[1:], counts.ctypes.data, 0, 0) for each, counts in pairs], REGION)
-    run = ctypes.CDLL(None).shim_launch
-    run.restype = ctypes.c_char_p
-    failed = run(
-        kernel.shim_call, parameters, grid, block,
-        ctypes.c_size_t(shared_bytes), ctypes.c_uint64(seed), int(cooperative),
-        None if tensors is None else regions.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(len(given)),
+    traffic = [np.zeros((2, each.nbytes), np.uint32) for each in tensors]
+    both = zip(tensors, traffic, strict=True)
+    # An array of struct Region.
+    regions = np.array(
+        [(*each[1:], *(a.ctypes.data for a in counts)) for each, counts in both], np.uint64
+    )
+    kernel.shim_launch.restype = ctypes.c_char_p
+    failed = kernel.shim_launch(
+        kernel.shim_call, parameters, grid, block, shared_bytes, seed, int(cooperative),
+        regions.ctypes.data_as(ctypes.c_void_p), len(tensors),
     )  # fmt: skip
     if failed is not None:
-        raise LaunchError(re.sub(r"tensor (\d+)", lambda m: given[int(m[1])].name, failed.decode()))
-    both = zip(given, regions["loaded"], regions["stored"], writes, strict=True)
-    return [Traffic(*each) for each in both]
+        named = re.sub(r"tensor (\d+)", lambda found: tensors[int(found[1])].name, failed.decode())
+        raise LaunchError(named)
+    return traffic

@@ -5,9 +5,10 @@ The backend "cuda": layer norm on a CUDA device, one launch forward and one back
 addresses. Everything happens on the device of x and its current stream, without waiting for it.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,18 +45,15 @@ def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
 
-    def work(cupy: Any) -> Statistics:
-        rows = x.size // math.prod([x.shape[axis] for axis in axes])
-        pairs = x.dtype.itemsize == 8
+    rows = x.size // math.prod([x.shape[axis] for axis in axes])
+    pairs = x.dtype.itemsize == 8
+    with _on_device_of(x, gamma=gamma, beta=beta, out=y) as cupy:
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
         kept = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
             kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
             _launch(cupy, axes, (x, None, gamma, beta, y, None, None), kept, eps)
-        return kept
-
-    kept: Statistics = _on_device_of(x, work, gamma=gamma, beta=beta, out=y)
     return kept
 
 
@@ -63,11 +61,9 @@ def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
     (dy, _), (x, axes), (gamma, *_), kept, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
-
-    given = x, dy, gamma, None, dx, dgamma, dbeta
     outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    work = functools.partial(_launch, axes=axes, given=given, kept=kept, eps=0.0)
-    _on_device_of(x, work, dy=dy, gamma=gamma, **outs)
+    with _on_device_of(x, dy=dy, gamma=gamma, **outs) as cupy:
+        _launch(cupy, axes, (x, dy, gamma, None, dx, dgamma, dbeta), kept, 0.0)
 
 
 def _launch(
@@ -110,8 +106,9 @@ def _launch(
             arrays.put_back(cupy, array, axes, made)
 
 
-def _on_device_of(x: Any, work: Callable[[Any], Any], **others: Any) -> Any:
-    """Do work with CuPy on the device of x, that of the others too; if its memory is not enough, say the cure."""
+@contextlib.contextmanager
+def _on_device_of(x: Any, **others: Any) -> Iterator[Any]:
+    """Give CuPy on the device of x, that of the others too; if its memory is not enough, say the cure."""
     device = x.device
     for name, array in others.items():
         if array is not None and array.device.id != device.id:
@@ -122,7 +119,7 @@ def _on_device_of(x: Any, work: Callable[[Any], Any], **others: Any) -> Any:
             raise ValueError(msg)
     try:
         with device:
-            return work(driver.import_cupy())
+            yield driver.import_cupy()
     except MemoryError as error:
         msg = (
             f"too little memory on CUDA device {device.id} ({error}); let go of arrays and call "
@@ -133,4 +130,5 @@ def _on_device_of(x: Any, work: Callable[[Any], Any], **others: Any) -> Any:
 
 def empty_like(like: Any) -> Any:
     """Return a new array, in C order, of the shape and dtype of another, and on its device."""
-    return _on_device_of(like, lambda cupy: cupy.empty(like.shape, like.dtype))
+    with _on_device_of(like) as cupy:
+        return cupy.empty(like.shape, like.dtype)

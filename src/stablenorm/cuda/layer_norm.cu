@@ -12,9 +12,6 @@
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
-//
-// A host that compiles this (no __CUDA_ARCH__) supplies half_to_double, double_to_half and all of
-// layer_norm_device.cuh.
 
 #include "layer_norm_numbers.cuh"
 
@@ -27,11 +24,8 @@ struct Parameters {
     X* out;               // y, or dx or null: (rows, n), rows out_stride apart
     Gamma* dgamma;        // (n), or null
     Beta* dbeta;          // (n), or null
-    double* mean;         // (rows) each: written by the forward, read by the backward
-    double* mean_lo;
-    double* rstd;
-    double* rstd_lo;      // these three with LN_PAIRS only
-    double* mean_tail;
+    double *mean, *mean_lo, *rstd;  // (rows) each: written by the forward, read by the backward
+    double *rstd_lo, *mean_tail;    // the same, these and exponent with LN_PAIRS only
     short* exponent;      // (rows, 2), powers of two of mean_lo and of rstd
     Number* partials;     // (chunks, 2, n): dgamma, dbeta of each chunk; null if neither is wanted
     unsigned* counter;    // zero before first use; left fit for the next launch

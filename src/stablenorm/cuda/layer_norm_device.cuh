@@ -1,6 +1,7 @@
 // Primitives of the device for layer_norm.cu: copies that nobody waits for, and barriers in shared memory.
 //
-// These lines are the seam to the tests, whose shim has host versions of all of them.
+// These lines are the seam to the tests, whose shim has host versions of all of them and of half_to_double and
+// double_to_half: a host that compiles layer_norm.cu (no __CUDA_ARCH__) supplies them.
 
 #ifdef __CUDA_ARCH__
 

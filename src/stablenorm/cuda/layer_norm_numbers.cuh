@@ -96,12 +96,10 @@ INLINE unsigned short double_to_half(double v) {
 }
 #endif
 
-INLINE float small(float16 v) { return (float)half_to_double(v.bits); }
-INLINE float small(bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
-INLINE float small(float v) { return v; }
 INLINE double lift(float16 v) { return half_to_double(v.bits); }
-INLINE double lift(float v) { return v; }
 INLINE double lift(double v) { return v; }
+template <class T> INLINE float small(T v) { return (float)lift(v); }
+INLINE float small(bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
 
 // ---- rounding once ----
 

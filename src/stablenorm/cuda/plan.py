@@ -6,7 +6,6 @@ of alignment or of what else runs. The grid, the rows on their way, and who adds
 depend on the device and change no bit.
 """
 
-import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -88,7 +87,6 @@ class Kernel(NamedTuple):
         return 16 if self.pairs else 8
 
 
-@functools.lru_cache(1024)
 def choose_kernel(
     n: int,
     x: Dtype,
