@@ -3,6 +3,7 @@
 import pickle
 import re
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from interpreter import python
 from norms import NORMS, assert_same, compute, draw
-from rationals import NAMES, rational, square_root
+from rationals import DTYPES, NAMES, rational, square_root
 
 import stablenorm as sn
 from stablenorm.backends import BACKENDS
@@ -133,54 +134,53 @@ def test_parameters_of_a_layer():
 
 # ---- the statistics that a cache shows ----
 
-LIMIT = Fraction(501, 1000)
 
-
-def ulp(value):
-    return Fraction(float(np.spacing(abs(float(value)))))
-
-
-def check(cache, x, eps, c):
-    exact = sn.exact_layer_norm(x, eps=eps)
-    statistics = zip(cache.mean.ravel().tolist(), cache.rstd.ravel().tolist(), strict=True)
-    for row, (mean, rstd) in enumerate(statistics):
-        center, square = exact.mean(row), exact.var(row) + Fraction(eps)
-        spread = abs(rational(x[row]) - center).mean()
-        assert abs(Fraction(mean) - center) <= LIMIT * ulp(center) + c * spread
-        if rstd == np.inf:
-            assert square * Fraction(np.finfo(float).max) ** 2 < 1
-            continue
-        right = 1 / square_root(square, 60)
-        assert abs(Fraction(rstd) - right) <= LIMIT * ulp(rstd) + c * right
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-5])
-def test_statistics_are_near_the_exact_ones(rng, dtype, backend, eps):
-    x = (np.array([[0.0], [1.0], [100.0]]) + rng.standard_normal((3, 33))).astype(dtype)
-    cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
-    assert cache.mean.dtype == cache.rstd.dtype == np.float64
-    check(cache, x, eps, Fraction(1, 2**98 if dtype.itemsize == 8 else 2**48))
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-5])
-def test_statistics_of_hard_rows(rng, backend, eps):
+def hard(rng):
     """Rows out of range, rows that need a third word of the mean, and an rstd that float64 cannot hold."""
     x = rng.standard_normal((6, 33)) * [[1], [1e300], [1e-310], [1], [1], [1]]
     for row, value in ((3, 1.7), (4, 1e200)):
         x[row] = value + np.spacing(value) * (x[row] > 1)
     x[5] -= x[5].mean()
-    cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
-    assert np.isnan(cache.statistics.rstd_lo[[1, 4]]).all()
-    check(cache, x, eps, Fraction(1, 2**98))
-    assert np.isinf(cache.rstd[2]) == (eps == 0)
+    return x
 
 
-@pytest.mark.parametrize("n", [64, 1024, 40_000])
-def test_a_guess_of_outliers_alone_is_made_again(n, backend):
-    """Otherwise var = s - d**2 loses log2(n / 8) bits: the forward guesses the mean from x[:, :: n // 8]."""
-    x = np.random.default_rng(n).standard_normal((1, n)).astype(np.float32)
+def outliers(rng, n):
+    """If its guess of the mean, from these, is not made again, the forward loses log2(n / 8) bits of the variance."""
+    x = rng.standard_normal((1, n)).astype(np.float32)
     x[:, :: n // 8] += 1e4
-    check(sn.layer_norm_forward(x, backend=backend)[1], x, 1e-5, Fraction(1, 2**48))
+    return x
+
+
+usual = lambda rng, dtype: (np.array([[0], [1], [100]]) + rng.standard_normal((3, 33))).astype(
+    dtype
+)
+ROWS = {"hard": hard} | {str(dtype): partial(usual, dtype=dtype) for dtype in DTYPES}
+ROWS |= {f"outliers in {n}": partial(outliers, n=n) for n in (64, 1024, 10_000)}
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize("rows", ROWS)
+def test_statistics_are_near_the_exact_ones(rng, rows, backend, eps):
+    x, limit = ROWS[rows](rng), Fraction(501, 1000)
+    ulp = lambda value: limit * Fraction(float(np.spacing(abs(float(value)))))
+    c = Fraction(1, 2**98 if x.dtype == np.float64 else 2**48)
+    cache, exact = (
+        sn.layer_norm_forward(x, eps=eps, backend=backend)[1],
+        sn.exact_layer_norm(x, eps=eps),
+    )
+    assert cache.mean.dtype == cache.rstd.dtype == np.float64
+    for row, (mean, rstd) in enumerate(zip(cache.mean.flat, cache.rstd.flat, strict=True)):
+        center, square = exact.mean(row), exact.var(row) + Fraction(eps)
+        spread = abs(rational(x[row]) - center).mean()
+        assert abs(Fraction(float(mean)) - center) <= ulp(center) + c * spread
+        if rstd == np.inf:
+            assert square * Fraction(np.finfo(float).max) ** 2 < 1
+        else:
+            right = 1 / square_root(square, 60)
+            assert abs(Fraction(float(rstd)) - right) <= ulp(rstd) + c * right
+    if rows == "hard":
+        assert np.isnan(cache.statistics.rstd_lo[[1, 4]]).all()
+        assert np.isinf(cache.rstd[2]) == (eps == 0)
 
 
 def test_statistics_of_what_is_not_finite(backend):
