@@ -390,7 +390,7 @@ REPORTS = {
 
 
 def test_findings_are_counted_by_their_layer_and_those_that_did_not_pass_are_told():
-    """The lines before them are those of a page, which test_examples.py runs."""
+    """The lines before them are those of a page, which test_docs.py runs."""
     assert str(REPORT).splitlines()[-6:] == [
         "  beta: NOT CHECKED: the argument is None",
         "  contract: 1 PASS, 1 FAIL, 1 NOTE",
