@@ -59,15 +59,6 @@ def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, 
     assert "E[x^2]" not in out or "rms" not in options
 
 
-def test_without_a_command_the_help_is_shown(capsys):
-    assert main([]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("usage: stablenorm")
-    for command in ("run", "diagnose", "check", "bench"):
-        assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
-
-
 @pytest.mark.filterwarnings("always")
 def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
     """Once the place in our code, and a line of it."""
@@ -176,6 +167,11 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     assert "exit status:" in shown
     assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+    # Without a command, the list of them.
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:17]) == ("", "usage: stablenorm")
+    assert re.search(rf"^    {command}\b", err, re.MULTILINE)
 
 
 def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
