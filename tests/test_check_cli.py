@@ -304,10 +304,8 @@ SAID = [
     (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta is found: dx alone is judged"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
     # An RMS norm, by its name or by --kind; an offset of gamma.
-    (RMS + RMS_FUNCTIONS, "--shape 2 4", 0, ""),
-    (RMS + RMS_CLASS, "--shape 2 4", 0, ""),
-    (WRONG_RMS + RMS_FUNCTIONS, "--shape 2 4", 1, "the mean of g is subtracted in dx"),
-    (WRONG_RMS + RMS_CLASS, "--shape 2 4", 1, "the mean of g is subtracted in dx"),
+    *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
+    *((WRONG_RMS + form, "--shape 2 4", 1, "the mean of g is subtracted in dx") for form in (RMS_FUNCTIONS, RMS_CLASS)),
     (RMS + MY_RMS, f"--shape 2 4 {MINE}", 1, "it is that of an RMS norm: say --kind rms"),
     (RMS + MY_RMS, f"--shape 2 4 --kind rms {MINE}", 0, ""),
     (RMS + RMS_CLASS.replace("RMSN", "N"), "--shape 2 4", 1, "it is that of an RMS norm: say --kind rms"),

@@ -213,10 +213,8 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     x = np.exp2(rng.integers(-12, 12, 900)) * rng.integers(1, 8, 900)
     residual = np.exp2(rng.integers(-60, 4, 900)) * rng.integers(-3, 4, 900) * (1 + 2.0**-40)
     # Midpoints of bfloat16 and float32, which float64 would reach from so little above them.
-    x[:3], residual[:3] = (
-        [2.0**-130, -(2.0**-130), 1],
-        [1 + 2.0**-8, 1 + 2.0**-8, 2.0**-24 + 2.0**-70],
-    )
+    x[:3] = 2.0**-130, -(2.0**-130), 1
+    residual[:3] = 1 + 2.0**-8, 1 + 2.0**-8, 2.0**-24 + 2.0**-70
     x, residual = x.astype(dtype)[None], residual.astype(second)[None]
     sums = (rational(x) + rational(residual)).flat
     expected = np.array([[nearest(each, dtype) for each in sums]]).astype(dtype)
@@ -237,8 +235,7 @@ def test_gamma_less_an_offset(kind, dtype, rng):
     x, dy = rng.standard_normal((4, 64)), np.resize([3, 1, 1 / 3, -1.1], (4, 1)).repeat(64, axis=1)
     gamma = rng.integers(-40, 40, 64) / 40 * 2.0 ** rng.integers(-12, 1, 64)
     gamma[:20] *= 2.0**-70
-    case = (each.astype(dtype) for each in (x, gamma, gamma, dy))
-    x, gamma, beta, dy = case
+    x, gamma, beta, dy = (each.astype(dtype) for each in (x, gamma, gamma, dy))
     for offset in (1.0, -0.7, 2.0**-60):
         assert_right(Case(x, gamma, beta, 1e-6, dy), kind, gamma_offset=offset)
     # xhat is 1 and -1, and y is gamma, which one float64 loses beside 1.
