@@ -226,9 +226,9 @@ def layer(style, core=CORE, factor="1"):
     return core + CLASS.replace("FACTOR", factor).format(**WORDS | CLASSES[style])
 
 
-def few(style):
+def few(style, rows):
     """Ask for fewer elements than by default: each takes calls of the forward. A factor is sure from n = 5 on."""
-    return ["--shape", *["1"] * (style == "accumulated, with a rate"), "3", "5"]
+    return ["--shape", *["1"] * (style == "accumulated, with a rate"), rows, "5"]
 
 
 STYLES = {style: CORE + text for style, text in FUNCTIONS.items()}
@@ -238,7 +238,7 @@ STYLES |= {style: layer(style) for style in CLASSES}
 @pytest.mark.parametrize("style", STYLES)
 def test_right_code_of_any_style_passes(style, capsys):
     before = np.geterr()
-    options = few(style) if style in CLASSES and "first forward" not in style else []
+    options = few(style, "3") if style in CLASSES and "first forward" not in style else []
     assert main(["check", write(STYLES[style]), *options]) == 0, capsys.readouterr()
     out, err = shown(capsys)
     # The prints of the file are not among those of the check.
@@ -254,38 +254,113 @@ def test_right_code_of_any_style_passes(style, capsys):
 @pytest.mark.parametrize("style", CLASSES)
 def test_two_mistakes_in_a_class_of_any_style_are_named(style, capsys):
     file = write(layer(style, CORE.replace("- mean ", ""), "0.5"))
-    assert main(["check", file, *few(style)]) == 1
+    assert main(["check", file, *few(style, "1")]) == 1
     out, _ = shown(capsys)
     assert "FAIL: wrong gradient of x and gamma" in out
     assert "the mean of g is missing from dx" in out
     assert "dgamma is off by a factor of 0.5" in out
 
 
-@pytest.mark.parametrize(("spoil", "status"), [("", 0), ("- mean ", 1)])
-def test_dx_is_judged_where_no_other_gradient_is_found(spoil, status, capsys):
-    text = layer("lists", CORE.replace(spoil, "")).replace("self.grads = ", "self.hidden = ")
-    assert main(["check", write(text), "--shape", "2", "4"]) == status
-    out = shown(capsys)[0]
-    assert "gamma: NOT CHECKED: backward returned None for it" in out
-    assert "beta: NOT CHECKED: backward" in out
-    assert ("the mean of g is missing from dx" in out) == bool(status)
+# ---- what is said of a file ----
+
+FORWARD = "def layer_norm_forward(x, gamma, beta, eps):\n    "
+BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
+LAYER = "class {}:\n  def __init__(self, {}): self.gamma = {}\n  forward = backward = None\n"
+BOTH = LAYER.format("LayerNorm", "n", "None") + LAYER.format("Norm", "n", "None")
+FIXED = "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)")
+NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, mean, rstd): ..."
 
 
-@pytest.mark.parametrize(
-    ("style", "options", "words"),
-    [
-        ("eps fixed inside", "", "the eps given, 1e-05, is not used: it is 0.001 inside"),
-        ("CS231n: rows only, ln_param", "--eps 0.5", "ln_param)|x 6 x 8 float64, eps 0.5, seed 0"),
-        ("dicts, prints", "--shape 3 5 --dtype float32", "x 3 x 5 float32, eps 1e-05, seed 0"),
-        ("accumulated, with a rate", "--shape 3 4 5", "Norm(5).forward(x), .back|x 3 x 4 x 5"),
-    ],
-)
-def test_what_was_assumed_is_said(style, options, words, capsys):
-    assert main(["check", write(STYLES[style]), *options.split()]) == 0
-    out, _ = shown(capsys)
-    assert [each for each in words.split("|") if each not in out] == [], out
-    refused = "note: not for x of shape 2 x 3 x 8: ValueError: too many values to unpack"
-    assert (refused in out) == ("rows only" in style)
+# An RMS norm whose dx has a term of a layer norm, and without it.
+WRONG_RMS = CORE.replace("x - x.mean(-1, keepdims=True)", "x")
+RMS = WRONG_RMS.replace("- mean ", "")
+RMS_FUNCTIONS = """
+def rms_norm_forward(x, gamma, eps):
+    return norm(x, gamma, 0, eps)
+def rmsnorm_backward(dy, cache):
+    return grads(dy, *cache)[:2]
+"""
+RMS_CLASS = CLASS.replace("FACTOR", "1").format(**WORDS | {
+    "name": "RMSNorm", "make": "self.weight, self.eps = np.ones(n), eps", "gamma": "self.weight",
+    "beta": "0", "store": "self.dweight = dgamma"})  # fmt: skip
+RAISES = CORE + USUAL.replace("return grads(dy, *cache)", "return grads(dy, *cache, 1)")
+HIDDEN = layer("lists").replace("self.grads = ", "self.hidden = ")
+UNKNOWN = layer("returned").replace("self.gamma", "self.a_2").replace("self.beta", "self.b_2")
+MY_RMS = RMS_FUNCTIONS.replace("rms_norm", "my").replace("rmsnorm", "my")
+MINE = "--forward my_forward --backward my_backward"
+PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
+NO_OTHERS = "gamma: NOT CHECKED: backward returned None for it|beta: NOT CHECKED: backward"
+# The file, options, the status, words of the output or, where the code cannot be run, of the one line of the error.
+SAID = [
+    # What was assumed.
+    (STYLES["eps fixed inside"], "", 0, "the eps given, 1e-05, is not used: it is 0.001 inside"),
+    (STYLES["CS231n: rows only, ln_param"], "--eps 0.5", 0,
+     "ln_param)|x 6 x 8 float64, eps 0.5, seed 0|note: not for x of shape 2 x 3 x 8: ValueError: too many values to"),
+    (STYLES["dicts, prints"], "--shape 3 5 --dtype float32", 0, "x 3 x 5 float32, eps 1e-05, seed 0"),
+    (STYLES["accumulated, with a rate"], "--shape 3 4 5", 0, "Norm(5).forward(x), .back|x 3 x 4 x 5"),
+    # No gradient but dx is found, or no parameter.
+    (HIDDEN, "--shape 2 4", 0, NO_OTHERS),
+    (HIDDEN.replace("- mean ", ""), "--shape 2 4", 1, f"{NO_OTHERS}|the mean of g is missing from dx"),
+    (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta is found: dx alone is judged"),
+    (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
+    # An RMS norm, by its name or by --kind; an offset of gamma.
+    *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
+    *((WRONG_RMS + form, "--shape 2 4", 1, "the mean of g is subtracted in dx") for form in (RMS_FUNCTIONS, RMS_CLASS)),
+    (RMS + MY_RMS, f"--shape 2 4 {MINE}", 1, "it is that of an RMS norm: say --kind rms"),
+    (RMS + MY_RMS, f"--shape 2 4 --kind rms {MINE}", 0, ""),
+    (RMS + RMS_CLASS.replace("RMSN", "N"), "--shape 2 4", 1, "it is that of an RMS norm: say --kind rms"),
+    (RMS + RMS_CLASS.replace("RMSN", "N"), "--shape 2 4 --kind rms", 0, ""),
+    (RMS + RMS_CLASS, "--shape 2 4 --kind layer", 1, ""),
+    (RMS + RMS_FUNCTIONS, "--shape 2 4 --kind layer", 2, "must have layer_norm_forward"),
+    (RMS + PLUS_1, "--kind rms --gamma-offset 1", 0, "PASS: an error of"),
+    (RMS + PLUS_1, "--kind rms", 1, "this is not the RMS normalization asked for"),
+    (WRONG_RMS + PLUS_1, "--kind rms --gamma-offset 1", 1, "mean of g is subtracted in dx"),
+    # A backward that raises, or returns anything.
+    (RAISES, "", 1, "FAIL: wrong gradient of x, gamma and beta|backward raised TypeError: grads() takes 4 positional ar"),
+    (f"{FORWARD}return x, x{BACKWARD}return dy @ dy,", "--shape 2 3", 1, "backward raised ValueError: matmul|at mine.py:4"),
+    *((CORE + USUAL.replace("return grads(dy, *cache)", f"dx, dw, db = grads(dy, *cache)\n    return {returned}"), "",
+       2 if words else 1, words) for returned, words in (
+        ("None", "must return dx, dgamma, dbeta, got NoneType\n"),
+        ("dx", "must return dx, dgamma, dbeta, got one array of shape 2 x 3 x 8\n"),
+        ("dx, dw", "must return dx, dgamma, dbeta, got tuple of 2\n"),
+        ("dx, None, db", "must return dx, dgamma, dbeta, got tuple of 3: no dgamma\n"),
+        ("{'dx': dx, 'dw': dw}", "dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n"),
+        ("{3: dx}", "got dict of 3: no dx"),
+        ("dx, dw, 'no'", ""),
+        ("dx.astype(complex), dw, db", ""))),
+    # Code that cannot be run.
+    ("def layer_norm_forward(:", "", 2, "SyntaxError: invalid syntax at mine.py:1\n"),
+    ("\n\n1 / 0", "", 2, "ZeroDivisionError: division by zero at mine.py:3\n"),
+    ("import torch_is_not_here", "", 2, "ModuleNotFoundError: No module named"),
+    ("import sys\nsys.exit(3)", "", 2, "SystemExit: 3 at mine.py:2; put what is not to be run"),
+    ("input('Which one? ')", "", 2, "EOFError: EOF when reading a line at mine.py:1"),
+    ("\x00", "", 2, "null bytes"),
+    ("", "", 2, "must have layer_norm_forward, or name one with --forward; it has no functions\n"),
+    ("def ln(x): ...\ndef _ln(x): ...\nclass L: ...", "", 2, "with --forward; it has ln\n"),
+    (CORE + USUAL, "--backward b", 2, "must have b, or name one with --backward; it has stat"),
+    (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", 2, "NotImplementedError: at mine.py:2"),
+    (f"{FORWARD}exit(){BACKWARD}pass", "", 2, "SystemExit: None at mine.py:2"),
+    (NO_CACHE, "", 2, "must take (dy, cache), or dy, x and more by name, got layer_norm_backward(dy, m"),
+    (f"{FORWARD}return x, x, x\ndef layer_norm_backward(dy, x, rstd): ...", "", 2,
+     "y and the 1 that the backward takes of it, got tuple of 3"),
+    (f"def f(*args): 0{BACKWARD}0", "--forward f", 2, "must take (x, gamma, beta, eps), got f(*a"),
+    (f"f = max{BACKWARD}pass", "--forward f", 2, "no signature found for builtin"),
+    (BOTH, "", 2, "no functions, and the classes LayerNorm, Norm: choose one with --class\n"),
+    (BOTH, "--class L", 2, "must be a class with forward(x) and backward(dy), got L; it has"),
+    (BOTH, "--class Norm --forward stats", 2, "--class must be given without --forward"),
+    (LAYER.format("L", "a, n", "0"), "", 2, "tried L(8): TypeError: L.__init__() missing"),
+    (FIXED, "", 2, "L(): gamma does not have 8 elements\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "options", "status", "words"), SAID, ids=range(len(SAID)))
+def test_a_file_has_its_status_and_words_that_say_why(text, options, status, words, capsys):
+    assert main(["check", write(text), *options.split()]) == status
+    out, err = shown(capsys)
+    said = err if status == 2 else out
+    assert [each for each in words.split("|") if each not in said] == [], said
+    assert status != 2 or (out, err.count("\n")) == ("", 2)
+    assert ("note: not for x of shape" in out) == ("not for x" in words)
 
 
 def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
@@ -309,79 +384,6 @@ def test_a_file_that_closes_the_streams_is_judged_all_the_same():
         assert "Traceback" not in done.stderr
 
 
-# ---- wrong use ----
-
-FORWARD = "def layer_norm_forward(x, gamma, beta, eps):\n    "
-BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
-LAYER = "class {}:\n  def __init__(self, {}): self.gamma = {}\n  forward = backward = None\n"
-BOTH = LAYER.format("LayerNorm", "n", "None") + LAYER.format("Norm", "n", "None")
-FIXED = "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)")
-NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, mean, rstd): ..."
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ("def layer_norm_forward(:", "", "SyntaxError: invalid syntax at mine.py:1\n"),
-        ("\n\n1 / 0", "", "ZeroDivisionError: division by zero at mine.py:3\n"),
-        ("import torch_is_not_here", "", "ModuleNotFoundError: No module named"),
-        ("import sys\nsys.exit(3)", "", "SystemExit: 3 at mine.py:2; put what is not to be run"),
-        ("input('Which one? ')", "", "EOFError: EOF when reading a line at mine.py:1"),
-        ("\x00", "", "null bytes"),
-        ("", "", "must have layer_norm_forward, or name one with --forward; it has no functions\n"),
-        ("def ln(x): ...\ndef _ln(x): ...\nclass L: ...", "", "with --forward; it has ln\n"),
-        (CORE + USUAL, "--backward b", "must have b, or name one with --backward; it has stat"),
-        (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", "NotImplementedError: at mine.py:2"),
-        (f"{FORWARD}exit(){BACKWARD}pass", "", "SystemExit: None at mine.py:2"),
-        (
-            NO_CACHE,
-            "",
-            "must take (dy, cache), or dy, x and more by name, got layer_norm_backward(dy, m",
-        ),
-        (
-            f"{FORWARD}return x, x, x\ndef layer_norm_backward(dy, x, rstd): ...",
-            "",
-            "y and the 1 that the backward takes of it, got tuple of 3",
-        ),
-        (f"def f(*args): 0{BACKWARD}0", "--forward f", "must take (x, gamma, beta, eps), got f(*a"),
-        (f"f = max{BACKWARD}pass", "--forward f", "no signature found for builtin"),
-        (BOTH, "", "no functions, and the classes LayerNorm, Norm: choose one with --class\n"),
-        (BOTH, "--class L", "must be a class with forward(x) and backward(dy), got L; it has"),
-        (BOTH, "--class Norm --forward stats", "--class must be given without --forward"),
-        (LAYER.format("L", "a, n", "0"), "", "tried L(8): TypeError: L.__init__() missing"),
-        (FIXED, "", "L(): gamma does not have 8 elements\n"),
-    ],
-)
-def test_code_that_cannot_be_run_is_one_line(text, options, message, capsys):
-    assert main(["check", write(text), *options.split()]) == 2
-    out, err = shown(capsys)
-    assert out == ""
-    assert err.count("\n") == 2
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        ("None", "must return dx, dgamma, dbeta, got NoneType\n"),
-        ("dx", "must return dx, dgamma, dbeta, got one array of shape 2 x 3 x 8\n"),
-        ("dx, dgamma", "must return dx, dgamma, dbeta, got tuple of 2\n"),
-        ("dx, None, dbeta", "must return dx, dgamma, dbeta, got tuple of 3: no dgamma\n"),
-        ("{'dx': dx, 'dw': dgamma}", "dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n"),
-        ("{3: dx}", "got dict of 3: no dx"),
-        ("dx, dgamma, 'no'", ""),
-        ("dx.astype(complex), dgamma, dbeta", ""),
-    ],
-)
-def test_a_backward_that_returns_anything_is_told_apart(returned, words, capsys):
-    text = CORE + USUAL.replace(
-        "return grads(dy, *cache)", f"dx, dgamma, dbeta = grads(dy, *cache)\n    return {returned}"
-    )
-    assert "dgamma" in text
-    assert main(["check", write(text)]) == (2 if words else 1)
-    assert words in shown(capsys)[1]
-
-
 def test_helpers_beside_the_file_are_found_and_nothing_is_left_behind(tmp_path, capsys):
     (tmp_path / "sub").mkdir()
     write(CORE, "sub/my_own_core.py")
@@ -398,78 +400,14 @@ def test_helpers_beside_the_file_are_found_and_nothing_is_left_behind(tmp_path, 
 def test_json_is_written_whole(tmp_path, capsys):
     moves = USUAL.replace("    return norm", "    import os; os.chdir('/')\n    return norm")
     assert moves != USUAL
+    assert main(["check", write(RAISES), "--json", "r.json"]) == 1
+    assert json.loads((tmp_path / "r.json").read_text())["report"]["verdict"] == "FAIL"
     assert main(["check", write(CORE + moves), "--json", "r.json"]) == 0
     shown(capsys)
     held = json.loads((tmp_path / "r.json").read_text())
     assert held["report"]["verdict"] == "PASS"
     assert (held["shape"], held["eps"], held["dtype"]) == ([2, 3, 8], 1e-5, "float64")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "r.json"]
-
-
-# An RMS norm whose dx has a term of a layer norm, and without it.
-WRONG_RMS = CORE.replace("x - x.mean(-1, keepdims=True)", "x")
-RMS = WRONG_RMS.replace("- mean ", "")
-RMS_FUNCTIONS = """
-def rms_norm_forward(x, gamma, eps):
-    return norm(x, gamma, 0, eps)
-def rmsnorm_backward(dy, cache):
-    return grads(dy, *cache)[:2]
-"""
-RMS_CLASS = CLASS.replace("FACTOR", "1").format(**WORDS | {
-    "name": "RMSNorm", "make": "self.weight, self.eps = np.ones(n), eps", "gamma": "self.weight",
-    "beta": "0", "store": "self.dweight = dgamma"})  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("core", "options", "status", "words"),
-    [
-        (RMS, "--gamma-offset 1", 0, "PASS: an error of"),
-        (RMS, "", 1, "this is not the RMS normalization asked for"),
-        (WRONG_RMS, "--gamma-offset 1", 1, "mean of g is subtracted in dx"),
-    ],
-)
-def test_an_rms_norm_that_adds_1_to_gamma_is_checked_as_one(core, options, status, words, capsys):
-    file = write(core + RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma"))
-    assert main(["check", file, "--kind", "rms", *options.split()]) == status
-    assert words in shown(capsys)[0]
-    assert main(["check", file, "--kind", "layer"]) == 2
-    assert "must have layer_norm_forward" in shown(capsys)[1]
-
-
-@pytest.mark.parametrize("form", [RMS_FUNCTIONS, RMS_CLASS], ids=["functions", "a class"])
-def test_the_kind_follows_the_name(form, capsys):
-    check = lambda text, *options: main(["check", write(text), "--shape", "2", "4", *options])
-    assert check(RMS + form) == 0, capsys.readouterr()
-    assert check(WRONG_RMS + form) == 1
-    assert "the mean of g is subtracted in dx" in shown(capsys)[0]
-    names = RMS + form.replace("rms_norm", "my").replace("RMSNorm", "Norm").replace("rmsnorm", "my")
-    options = ["--forward", "my_forward", "--backward", "my_backward"] if "my_" in names else []
-    assert check(names, *options) == 1
-    assert "it is that of an RMS norm: say --kind rms" in shown(capsys)[0]
-    assert check(names, "--kind", "rms", *options) == 0
-    assert check(RMS + form, "--kind", "layer") in (1, 2)
-    shown(capsys)
-
-
-def test_parameters_of_unknown_names_and_a_factor_near_1_are_told(capsys):
-    text = layer("returned").replace("self.gamma", "self.a_2").replace("self.beta", "self.b_2")
-    assert main(["check", write(text.replace("dx, dgamma, dbeta\n", "dx\n"))]) == 0
-    assert "note: no gamma and no beta is found: dx alone is judged" in shown(capsys)[0]
-    near = CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL
-    assert main(["check", write(near)]) == 1
-    assert "dx is off by a factor of 1 +1.0e-09" in shown(capsys)[0]
-
-
-def test_a_backward_that_raises_fails(capsys):
-    text = CORE + USUAL.replace("return grads(dy, *cache)", "return grads(dy, *cache, 1)")
-    assert main(["check", write(text), "--json", "r.json"]) == 1
-    assert "FAIL: wrong gradient of x, gamma and beta" in (out := shown(capsys)[0])
-    assert "backward raised TypeError: grads() takes 4 positional arguments but 5 were given" in out
-    assert json.loads(Path("r.json").read_text())["report"]["verdict"] == "FAIL"
-    dot = f"{FORWARD}return x, x{BACKWARD}return dy @ dy,"
-    assert main(["check", write(dot), "--shape", "2", "3"]) == 1
-    assert "backward raised ValueError: matmul" in (out := shown(capsys)[0])
-    assert "at mine.py:4" in out
 
 
 def test_piped_output_is_not_wrapped_at_80_columns(capsys, monkeypatch):

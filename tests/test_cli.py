@@ -33,42 +33,30 @@ def save(tmp_path, **arrays):
     return "in.npz"
 
 
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_bundled_data_passes(kind, capsys):
-    assert main(["run", "--kind", kind]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.endswith("All checks passed.")
-    assert f"check_{kind}_norm in float64" in out
-    assert (", RMS norm;" in out, "E[x^2]" in out) == (kind == "rms", kind == "layer")
-
-
 SWAPPED = X.astype(X.dtype.newbyteorder())
 
 
 @pytest.mark.parametrize(
-    ("arrays", "words"),
+    ("arrays", "options", "words"),
     [
+        ({}, "--kind layer", "E[x^2]|check_layer_norm in float64|All checks passed."),
+        ({}, "--kind rms", ", RMS norm;|check_rms_norm in float64|All checks passed."),
         # Once a false alarm: the checker took big-endian float32 for something finer.
-        ({"x": SWAPPED, "gamma": SWAPPED[0], "dy": SWAPPED}, "All checks passed."),
+        ({"x": SWAPPED, "gamma": SWAPPED[0], "dy": SWAPPED}, "", "All checks passed."),
         # A dx beyond the largest float32 is infinity, correctly rounded; nothing else can tell.
-        ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "an output overflows|No check failed."),
-        ({"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]},
+        ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "", "an output overflows|No check failed."),
+        ({"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]}, "",
          "dy not given: random N(0, 1), seed 0; not used: bias, weight"),
     ],
 )  # fmt: skip
-def test_right_results_of_unusual_data_are_no_failure(arrays, words, tmp_path, capsys):
-    assert main(["run", save(tmp_path, **arrays)]) == 0
+def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, tmp_path, capsys):
+    file = [save(tmp_path, **arrays)] if arrays else []
+    assert main(["run", *file, *options.split()]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [each for each in words.split("|") if each not in out] == []
-
-
-def test_without_a_command_the_help_is_shown(capsys):
-    assert main([]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("usage: stablenorm")
-    for command in ("run", "diagnose", "check", "bench"):
-        assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
+    # Each norm has a title and tables of its own.
+    assert (", RMS norm;" in out) == ("rms" in options)
+    assert "E[x^2]" not in out or "rms" not in options
 
 
 @pytest.mark.filterwarnings("always")
@@ -179,6 +167,11 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     assert "exit status:" in shown
     assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+    # Without a command, the list of them.
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:17]) == ("", "usage: stablenorm")
+    assert re.search(rf"^    {command}\b", err, re.MULTILINE)
 
 
 def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):

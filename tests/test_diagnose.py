@@ -1,7 +1,7 @@
 """`diagnose`: broken by a prediction two bits off what a method loses, or by a mark of another row."""
 
 from fractions import Fraction
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -19,16 +19,6 @@ from stablenorm.testing.families import FAMILIES, make_case
 ROWS = 4
 
 
-class Case(NamedTuple):
-    """Rows of a family, their exact y, their mean and rstd, and the bits predicted lost."""
-
-    x: Any
-    eps: float
-    exact: Any
-    statistics: Any
-    predicted: dict[str, Any]
-
-
 @pytest.fixture(scope="module")
 def cases():
     """All families in all dtypes, and in float32 of another length."""
@@ -37,6 +27,7 @@ def cases():
 
 
 def judged(family, dtype, n):
+    """Return rows of a family, their exact y, their mean and rstd, and the bits predicted lost."""
     x, *_, eps, _ = make_case(family, dtype, n, ROWS, rng=3)
     exact = exact_layer_norm(x, eps=eps)
     mean = [float(exact.mean(row)) for row in range(ROWS)]
@@ -44,7 +35,8 @@ def judged(family, dtype, n):
     squares = [max(exact.var(row) + Fraction(eps), Fraction(1, 2**2046)) for row in range(ROWS)]
     statistics = np.array([mean, [float(1 / square_root(square, 40)) for square in squares]])
     predicted = dict(zip(METHODS["layer"], diagnose(x, eps).per_row.lost, strict=True))
-    return Case(x, eps, exact.rounded("y", np.float64), statistics, predicted)
+    exact = exact.rounded("y", np.float64)
+    return SimpleNamespace(x=x, eps=eps, exact=exact, statistics=statistics, predicted=predicted)
 
 
 # Scaled by hypot: squares of small errors would underflow.

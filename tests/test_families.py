@@ -119,7 +119,7 @@ FEATURES = {
 OF_ALL_DTYPES = {"gamma_offset", "residual", "dsum, accumulate", "where, dmean, drstd"}
 
 
-# jvp and the double backward have no integers: they return NaN for such rows of float64 (test_features.py).
+# jvp and the double backward have no integers: they return NaN for such rows of float64 (test_contracts.py).
 SECOND_ORDER = [title for title, each in FEATURES.items() if each.given in (tangents, cotangents)]
 OUT_OF_RANGE = {"F12", "F13", "F14", "F15", "F16", "F17", "F21"}
 
