@@ -74,8 +74,7 @@ def assert_same(found, expected, where=None):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None), where
         if one is not None:
-            assert one.dtype == other.dtype, where
-            assert one.tobytes() == other.tobytes(), where
+            assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes()), where
 
 
 def assert_contract(exact, found, where=None):

@@ -90,8 +90,7 @@ def test_registers_and_instructions(n, x, dy, architecture):
 
 def nvdisasm():
     """Return the disassembler, of a toolkit or of the package nvidia-cuda-nvdisasm; None if there is none."""
-    places = (Path(each) for each in sys.path if each)
-    packaged = (found for each in places for found in each.glob("nvidia/*/bin/nvdisasm"))
+    packaged = (tool for path in sys.path for tool in Path(path).glob("nvidia/*/bin/nvdisasm"))
     return shutil.which("nvdisasm") or next(packaged, None)
 
 
@@ -125,8 +124,7 @@ def test_instructions_an_element(tmp_path, monkeypatch):
         """Yield of each inner loop its length, its conversions, and whether it has float32 in it."""
         kernel = choose_kernel(n, BF16, dy, BF16, BF16)
         code = compile_.program(kernel.defines, "sm_90").compile("cubin").code
-        found = inner_loops(code, tmp_path / kernel.entry)
-        for loop in found:
+        for loop in inner_loops(code, tmp_path / kernel.entry):
             yield len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop)
 
     # The loop of a forward converts all elements of a thread, twice.
@@ -161,9 +159,7 @@ def test_a_second_process_finds_what_the_first_one_compiled(monkeypatch, tmp_pat
 
 
 def test_an_architecture_that_the_compiler_does_not_know_is_named():
-    with pytest.raises(
-        RuntimeError, match=r"(?s)for compute capability 99.0, got .*; install nvidia"
-    ):
+    with pytest.raises(RuntimeError, match=r"(?s)compute capability 99.0, got .*; install nvidia"):
         compile_.cubin(DEFINES, "990")
 
 

@@ -138,7 +138,7 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     measure_rows(x, rows, c.n, k, d, square);
     for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;  // H u rms(c); (H + 4) u of the square
     for (int r = 0; r < GROUP; r++) settle(k[r], d[r], square[r], eps, of, r);
-    // Bad guesses, as of outliers alone: tests/test_native.py fails without this loop.
+    // Bad guesses, as of outliers alone: tests/test_contracts.py fails without this loop.
     for (int r = 0; LAYER && r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
