@@ -31,7 +31,7 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
         bool shift = LAYER && row.m.high != 0;
         Sums along = {};
         (shift ? pull<LAYER, LAYER, true> : pull<LAYER, false, true>)(row, n, parameters, along, 0, xhat.data(), {over.data(), apart, true});
-        settle(along, n, &row, 1, exact);
+        finish_means(along, n, &row, 1, exact);
         (shift ? write_dx<LAYER, LAYER, ToPairs> : write_dx<LAYER, false, ToPairs>)(row, {dx, dx + apart, dx + 2 * apart}, n, parameters, xhat.data(), apart);
         for (Index j = 0; j < n; j++) y[2 * apart + j] *= row_bound(n), dx[2 * apart + j] *= row_bound(n) * row.stats.rstd.high;
         if (i % 64 == 63 || i == rows - 1) settle_columns({over.data(), apart, true}, n);

@@ -1,1 +1,1 @@
-"""One way from what the user gave to a backend: check everything once, see the array as rows."""
+"""The path of a call from its arguments to a backend: check each argument once, and see arrays as plain rows."""

@@ -70,7 +70,7 @@ def of_shape(
 
 
 def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
-    """Raise unless the second argument of a backward, or `what` else, is a cache of this kind of norm."""
+    """Raise unless `cache`, the argument of a backward or of the function `what`, is a cache of this kind of norm."""
     forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{what}"
     if not isinstance(cache, Cache) and not is_lazy_cache(cache):
         first = "dy" if what == "backward" else "..."

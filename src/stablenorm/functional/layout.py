@@ -76,7 +76,7 @@ class Layout(NamedTuple):
             moved[index] = values.reshape(len(rows), *moved.shape[len(leading) :])
 
     def numbers(self, shape: Shape) -> Array | None:
-        """Return which row of an x of this shape, in C order, each row of the layout is; None if the same."""
+        """Return, for the rows of the layout, their row numbers in an x of this shape, in C order; None if equal."""
         axes = self.order[: len(self.order) - len(self.last)]
         if list(axes) == sorted(axes):
             return None
@@ -133,7 +133,7 @@ def _copy(source: Array, to: Array) -> None:
 
 
 def _boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Any, slice]]:
-    """Yield the boxes of leading axes that hold rows `start` to `stop`, in C order, each with its rows' places."""
+    """Yield indices of the leading axes for rows `start` to `stop`, in C order, and slices of a copy of these rows."""
     inner, place = math.prod(lengths[1:]), 0
     while start < stop:
         i, first = divmod(start, inner)

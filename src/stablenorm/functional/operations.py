@@ -126,7 +126,7 @@ def backward(
 
 
 def run_passes(backend: str, call: Backward, axes: Shape, lead: Lead | None = None) -> None:
-    """Do a call: a pass for each way of cutting x; the last has dx, which may overwrite dy."""
+    """Do a backward: one pass for gradients of the same lead. The last pass writes dx, which may overwrite dy."""
     if not call.x.size:
         # A sum over no rows is 0; old values, partial sums and exact sums stay.
         for total in (call.dgamma, call.dbeta):

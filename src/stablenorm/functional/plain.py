@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 def run_plain(backend: str, call: Any, axes: Shape, *leads: Lead) -> Statistics | None:
-    """Do a call on arrays of the shape of x, cut by `leads`; return statistics that are kept."""
+    """Do a call on arrays of the shape of x, cut by `leads`; return the statistics of a forward that keeps them."""
     layout = layout_of(call.x.shape, axes, *leads)
     numbers = layout.numbers(call.x.shape)
     gamma, beta = map(layout.parameter, call.norm[:2])

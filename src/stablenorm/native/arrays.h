@@ -64,7 +64,7 @@ bool see_room(PyObject* object, Rows& rows) {
     return apart >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
 }
 
-// Whether None or an array cannot share a byte with another array: the bytes between their first and last are apart.
+// True if an array does not overlap `other`: their ranges of addresses are disjoint. None overlaps nothing.
 bool are_apart(PyArrayObject* a, PyObject* other) {
     if (!is_given(other)) return true;
     if (!PyArray_Check(other)) return false;

@@ -9,7 +9,7 @@ namespace {
 // elements a second; with eight lanes 1.58, or one row at a time 1.70.
 constexpr int B = 4;
 
-// m: the smallest of four g.
+// m: of four elements of g, the one of smallest magnitude.
 template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n) {
     Index s = n < 4 ? 0 : n / 4;
     T sample[4] = {dy[0], dy[s], dy[2 * s], dy[3 * s]};
@@ -39,7 +39,7 @@ template <class T> constexpr bool KEPT = sizeof(T) == 2;
 
 // Sums over rows: the gradients and, NEAREST, the squares of dy and xhat, which bound their errors.
 struct Sums {
-    double *dgamma, *dbeta, *of_dy, *of_xhat;
+    double *dgamma, *dbeta, *dy_squares, *xhat_squares;
 };
 
 // Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.
@@ -48,17 +48,17 @@ template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
 // Rows at a time: two fill 16 registers, four 32.
 template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 2;
 
-// Columns that are done at once. NEAREST takes the widest register: correctly rounded results do not depend on the order of
+// Lanes of pass 1. NEAREST takes the widest register: correctly rounded results do not depend on the order of
 // the sums.
-template <bool NEAREST> constexpr int FEW = NEAREST && (WIDEST > B) ? WIDEST : B;
-template <bool NEAREST> using Few = Lanes<FEW<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
+template <bool NEAREST> constexpr int LANES_OF_PULL = NEAREST && (WIDEST > B) ? WIDEST : B;
+template <bool NEAREST> using LanesOfPull = Lanes<LANES_OF_PULL<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
 
 // Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows, which FIRST begins. Row constants are local
-// copies: the compiler cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
+// copies, since the compiler must assume that stores to dgamma change a struct: 0.46 ns an element, without copies 0.66.
 template <bool FIRST, int R, class M, class T>
 NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
-    using N = Few<M::NEAREST>;
-    constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
+    using N = LanesOfPull<M::NEAREST>;
+    constexpr int K = LANES_OF_PULL<M::NEAREST>, W = K / N::REGISTERS_OF;
     constexpr Index block = BLOCK<M::NEAREST, RUN_BACK * K>;
     Blocks<M::NEAREST, Along<R, N>> blocks;
     N mean[R], rstd[R], s[R], m[R];
@@ -67,17 +67,17 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
         mean[r] = broadcast<K, W>(row.mean), rstd[r] = broadcast<K, W>(row.rstd);
-        s[r] = broadcast<K, W>(left_of<M::CENTER>(row.mean, row.rest, row.rstd)), m[r] = broadcast<K, W>(-row.m);
+        s[r] = broadcast<K, W>(constant_of<M::CENTER>(row.mean, row.rest, row.rstd)), m[r] = broadcast<K, W>(-row.m);
         kept_centered[r] = row.centered, kept_g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
         Along<R, N> part = {};
         each_columns<K>(start, at_most(start + block, n), [&](Index j, Index count) INLINE_LAMBDA {
             double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
-            double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
+            double *__restrict dy_squares = over.dy_squares, *__restrict xhat_squares = over.xhat_squares;
             N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
             if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
-            if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
+            if (M::NEAREST && !FIRST) sd = load<K, W>(dy_squares + j), sx = load<K, W>(xhat_squares + j);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 N d = load<K, W>(dy[r] + j, count), v = load<K, W>(x[r] + j, count);
@@ -92,7 +92,7 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
                 if (M::NEAREST) part.square[r] = fma(g, g, part.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
             }
             store(dgamma + j, sg), store(dbeta + j, sb);
-            if (M::NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
+            if (M::NEAREST) store(dy_squares + j, sd), store(xhat_squares + j, sx);
         });
         blocks.add(part);
     }
@@ -114,7 +114,7 @@ template <class M> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
     template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
         : mean(broadcast<L>(of.mean)), rstd(broadcast<L>(of.rstd)), m(broadcast<L>(-of.m)), p(broadcast<L>(-of.slope * of.rstd * of.rstd)),
-          q(broadcast<L>(-(of.plain + of.slope * left_of<M::CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
+          q(broadcast<L>(-(of.plain + of.slope * constant_of<M::CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
         return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);  // errors_of_dx
     }
@@ -123,10 +123,10 @@ template <class M> struct Projected {
     }
 };
 
-// The errors of xhat from the statistics: `spread` is sqrt(q), which gives D**2.
+// The errors of xhat from the statistics: D**2 = q - 1 + eps rstd**2, since rstd**2 (var + eps) = 1; `spread` is sqrt(q).
 template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double m, double chain) {
-    double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
-    return errors_of_xhat<LAYER>(size, larger(square, 0) + 0x1p-40, m, chain);
+    double spread = c.spread[i], rstd = c.rstd[i], d_square = spread * spread - 1 + c.eps * rstd * rstd;
+    return errors_of_xhat<LAYER>(spread, larger(d_square, 0) + 0x1p-40, m, chain);
 }
 
 // Pass 2: writes dx. NEAREST: registers that fail the test by the bound of the row go to `uncertified`.
@@ -135,7 +135,7 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     Projected<M> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
     Uncertified failed = {M::NEAREST ? uncertified->at : nullptr, 0};
-    // If v and v + 2 bound round alike, so does everything between. Midpoints are excluded: they round to even.
+    // If v and v + 2 bound round alike, so does dx between them. v may be a midpoint, so `beside_midpoints` sets its last bit.
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index count) INLINE_LAMBDA {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
@@ -158,7 +158,7 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
 template <class M, class T>
 NOINLINE bool is_uncertified(const Back<T>& of, T* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<M> row(of);
-    return round_again<L>(dx, n, uncertified, [&](Index j, Index count, Lanes<L>& v) INLINE_LAMBDA {
+    return round_failed<L>(dx, n, uncertified, [&](Index j, Index count, Lanes<L>& v) INLINE_LAMBDA {
         Lanes<L> x = load<L>(of.x + j, count);
         v = row(load<L>(of.dy + j, count), x, load<L>(gamma + j));
         return bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? x - row.mean : x) * row.rstd);

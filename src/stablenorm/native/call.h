@@ -15,7 +15,7 @@ constexpr Index GROUP = 8, COLUMNS = 512;
 
 enum Type { F32, BF16, F16, F64, PARTIAL };
 constexpr Index BYTES[] = {4, 2, 2, 8, 24};
-constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // a number over its last bit is less
+constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // above any number / its last bit
 
 // Plain rows: elements of unit stride, rows `stride` bytes apart.
 struct Rows {
@@ -44,7 +44,7 @@ struct Arena {
     }
 };
 
-// Marks of a row. UNCERTIFIED: integers do it. UNSUMMED: the sums over rows lack its terms.
+// Marks of a row. UNCERTIFIED: the next rung computes it, pairs or integers. UNSUMMED: the sums over rows lack its terms.
 constexpr uint8_t UNCERTIFIED = 1, UNSUMMED = 2;
 
 struct Call {
@@ -62,7 +62,7 @@ struct Call {
     // what is there.
     bool rms = false, backward = false, in_pairs = false, nearest = false, accumulate = false;
 
-    // The statistics, one float64 a row: pairs have low parts and tails, nearest a spread >= rms(xhat). Both mark rows.
+    // The statistics, one float64 a row. in_pairs adds low parts and tails, nearest a spread >= rms(xhat); either needs marks.
     double *mean = nullptr, *rest = nullptr, *rstd = nullptr;
     double *rstd_low = nullptr, *tail = nullptr, *spread = nullptr;
     uint8_t* marks = nullptr;

@@ -15,12 +15,12 @@
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once
 //     slope, the mean of (g - m) xhat: (H + 5) u G; and, since rstd and the mean err alike in all elements of a row,
 //         a |slope| + b |mean(g - m)|, mostly far less than G
-//     dx: (a + 3 u) |dx| + rstd (1 + |xhat|) ((H + 5) u G + (2 a + 7 M u) |slope| + (b + 6 u) (|mean(g - m)| + |slope|))
-//     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; the parts are
-//         merged with compensation, whose errors are less than 1 % of these
+//     dx: (a + 3 u) |dx| + rstd (1 + |xhat|) ((H + 5) u G + (2 a + 7 M u) |slope| + (b + 6 u) (|mean(g - m)| + |slope|)),
+//         with one a from the slope and one from xhat
+//     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; merging adds < 1 %
 //     dbeta: u |dy| for each addition
-// RMS norm: d, D, b and mean(g - m) are 0. Constant rows: q is 0, and b is M u. Constant g: G is 0. The terms that a 0
-// multiplies are exact then.
+// RMS norm: d, D, b and mean(g - m) are 0. A constant row has q = 0 and b = M u. A constant g has G = 0. A step whose
+// bound is 0 is exact.
 //
 // The test has three steps. A register at a time is tested by one bound for all of a row: |xhat| <= sqrt(n q) and
 // |g - m| <= sqrt(n) G. The elements of a register that fails are tested each by its own bound: the result less the bound,
@@ -42,21 +42,21 @@ struct Errors {
     double a = 0, b = 0, m = 0;
 };
 
-// Arguments are upper bounds of sqrt(q), D**2 and M; m = 0 if x is centered first. D is at most 4 D**2 + 1 / 16; the guess
-// from 64 elements leaves it at 1 / 8 or so.
-template <bool LAYER> INLINE Errors errors_of_xhat(double size, double square, double m, double chain) {
-    double var = (chain + 4) * size * size + (LAYER ? (8 * square + 0.125) * size * chain + square : 0) + 1;
-    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * size + m) : 0, m};
+// Arguments are upper bounds of sqrt(q), D**2 and M, and H; m = 0 if x is centered first. D is replaced by 4 D**2 + 1 / 16,
+// which is no less, and equal at 1 / 8: the guess from 64 elements has about this D.
+template <bool LAYER> INLINE Errors errors_of_xhat(double spread, double d_square, double m, double chain) {
+    double var = (chain + 4) * spread * spread + (LAYER ? (8 * d_square + 0.125) * spread * chain + d_square : 0) + 1;
+    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * spread + m) : 0, m};
     // A row without a small bound, NaN included, certifies nothing.
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
-// Rows with a larger error are done in pairs: the bound of dgamma takes the worst row for all. Rows of data have some 2**-48;
-// the factor 16 leaves room for rows off zero in a tile of others.
+// Rows with a larger error are computed in pairs, since dgamma's bound takes the worst row for all. Ordinary rows have about
+// 2**-48; the factor of 16 leaves room for M, where a tile near zero has a row of large mean.
 constexpr double HARD = 0x1p-44;
 
-// Registers of a run, which is added sequentially; the sums of runs are added pairwise. The backward has six sums to put
-// aside after each run: runs of 16 for 8 save 3 % of its time.
+// Registers of a run, which is added sequentially; the sums of runs are added pairwise. The backward sets six sums aside after
+// a run: with runs of 16 instead of 8 it takes 3 % less time.
 constexpr Index RUN = 8, RUN_BACK = 16;
 
 // The longest chain of additions of a sum of n columns, in so many lanes, of up to 16.
@@ -66,8 +66,8 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
     return chain;
 }
 
-// The least bound but 0. Subnormal numbers have fewer digits and other midpoints: no result that small is certified with so
-// large a bound. Float16 has tests of its own for its small numbers.
+// The least bound that is not 0. Subnormal numbers have fewer digits and other midpoints: with this bound no subnormal float32
+// or bfloat16 passes the quick test. `may_differ` fails those of float16 itself.
 constexpr double LEAST_BOUND = 0x1p-134;
 
 // The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. m: M for x that is not centered first, or 0.
@@ -78,15 +78,15 @@ template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
     return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
 }
 
-// The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then the bound of all dx of a row, and
-// of each dx by its |xhat|.
-INLINE Errors errors_of_dx(Errors of, double rstd, double g, double plain, double slope, double chain) {
+// The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then one bound for all dx of a row, and
+// the bound of each dx. `size` is G, as in Back.
+INLINE Errors errors_of_dx(Errors of, double rstd, double size, double plain, double slope, double chain) {
     double both = (2 * of.a + 7 * U * of.m) * slope + (of.b + 6 * U) * (plain + slope);
-    return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * g + both)};
+    return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * size + both)};
 }
-INLINE double bound_of_dx(Errors of_dx, double rstd, double g, double size, Index n) {
-    double root = std::sqrt((double)n), most = root * size;
-    return of_dx.a * rstd * g * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
+INLINE double bound_of_dx(Errors of_dx, double rstd, double size, double spread, Index n) {
+    double root = std::sqrt((double)n), most = root * spread;  // most: the largest |xhat|
+    return of_dx.a * rstd * size * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
 }
 template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) {
     return fma(like(v, of_dx.a), magnitude(v), fma(like(v, of_dx.b), magnitude(xhat), like(v, LAYER ? of_dx.b : 0)));
@@ -94,8 +94,8 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 
 // The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root of sum v**2 sum w**2 stands
 // for sum |v w|, which may be far less.
-INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> of_dy, Lanes<8> of_xhat, double rows) {
-    return root(of_dy) * fma(broadcast<8>(1.03 * worst.a), root(of_xhat), broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
+INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> dy_squares, Lanes<8> xhat_squares, double rows) {
+    return root(dy_squares) * fma(broadcast<8>(1.03 * worst.a), root(xhat_squares), broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
 }
 
 // Whether a midpoint may lie between two bounds of a result. If the bounds share all bits down to the first that rounding

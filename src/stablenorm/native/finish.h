@@ -60,7 +60,7 @@ template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W>
     return high;
 }
 
-// ---- what is done with rows of pairs ----
+// ---- results in pairs: their range, and where they go ----
 
 namespace pairs {
 

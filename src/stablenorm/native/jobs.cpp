@@ -15,7 +15,7 @@ namespace {
 
 // Elements of a tile of the forward: 4 us of work, so that the last tile keeps nobody waiting and claiming one (20 ns) costs
 // nothing. Small calls have four tiles, down to 1 us each.
-constexpr Index FORWARD_TILE = 1 << 14, LEAST_FORWARD_TILE = 1 << 12, FEW = 4;
+constexpr Index FORWARD_TILE = 1 << 14, LEAST_FORWARD_TILE = 1 << 12, FEW_TILES = 4;
 
 // Tiles of the backward have four vectors of sums each: at most 64 tiles, as few as 8 where rows are long, keep these within a
 // few MB. Small calls have up to four, if the sums are a small part of the work of each.
@@ -24,7 +24,7 @@ constexpr Index MOST_TILES = 64, FEWEST_TILES = 8, SUMS = 1 << 17;
 
 Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : GROUP; }
 
-// Least columns of rows that a forward with non-temporal stores does two by two: n = 256, 4.0 for 2.9 10^9 elements a second.
+// A forward with non-temporal stores takes rows of this length or more two by two: n = 256, 4.0 10^9 elements a second, else 2.9.
 constexpr Index LEAST_OF_TWO = 128;
 
 // Time of an element in double-double over that of another.
@@ -40,7 +40,7 @@ constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 constexpr Index LEAST_SAMPLE = 1 << 15;
 
 Index forward_rows(Index rows, Index n) {
-    Index elements = std::min(std::max(rows * n / FEW, LEAST_FORWARD_TILE), FORWARD_TILE);
+    Index elements = std::min(std::max(rows * n / FEW_TILES, LEAST_FORWARD_TILE), FORWARD_TILE);
     return std::max<Index>(elements / n / GROUP, 1) * GROUP;
 }
 
@@ -130,7 +130,7 @@ bool has_v4() {
 
 Index backward_rows(Index rows, Index n, bool nearest) {
     Index limit = std::max(std::min(SUMS / n, MOST_TILES), FEWEST_TILES);
-    Index few = std::min(std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
+    Index few = std::min(std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW_TILES);
     Index tiles = std::min(std::max<Index>(std::max(rows * n / BACKWARD_TILE, few), 1), limit);
     Index size = std::max<Index>((rows + tiles - 1) / tiles, 1);
     return (size + GROUP - 1) / GROUP * GROUP;

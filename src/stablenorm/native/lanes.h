@@ -183,7 +183,7 @@ template <int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a, Index m)
 // Calls f(j, count) for the columns from start to stop, L at a time; `count` is L, a constant once f is inlined, or less.
 template <int L, class F> INLINE void each_columns(Index start, Index stop, F f) {
     Index j = start;
-// Unrolling makes GCC 12 keep the sums of `measure` in memory where there are 16 registers: 0.17 ns for 0.09.
+// Unrolling makes GCC 12 keep the sums of `measure` in memory where there are 16 registers: 0.17 ns, without it 0.09.
 #pragma GCC unroll 1
     for (; j + L <= stop; j += L) f(j, (Index)L);
     if (j < stop) f(j, stop - j);

@@ -10,8 +10,8 @@ constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
 
 // ---- objects that Python hands over once ----
 
-enum { NORM, CACHE, STATISTICS, GRADIENTS, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, GIVEN };
-PyObject* given_once[GIVEN];
+enum { NORM, CACHE, STATISTICS, GRADIENTS, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, OBJECTS };
+PyObject* python_objects[OBJECTS];
 
 // The fields of Python's named tuples, in their order.
 struct of_norm {
@@ -26,8 +26,8 @@ struct of_statistics {
 constexpr size_t WORDS = of_statistics::exponent;  // float64 vectors
 
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != GIVEN) return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", GIVEN, count);
-    for (int i = 0; i < GIVEN; i++) given_once[i] = Py_NewRef(args[i]);
+    if (count != OBJECTS) return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", OBJECTS, count);
+    for (int i = 0; i < OBJECTS; i++) python_objects[i] = Py_NewRef(args[i]);
     default_limit = Py_NewRef(args[DEFAULT_LIMIT]);
     return Py_NewRef(Py_None);
 }
@@ -48,7 +48,7 @@ struct Owned {
 };
 
 PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
-bool is_a(PyObject* object, int type) { return Py_TYPE(object) == (PyTypeObject*)given_once[type]; }
+bool is_a(PyObject* object, int type) { return Py_TYPE(object) == (PyTypeObject*)python_objects[type]; }
 bool is_word(PyObject* object, const char* word) {
     return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
 }
@@ -64,7 +64,7 @@ PyObject* as_named(int type, PyObject* values) {
     static const newfunc make = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
     Owned own;
     PyObject* arguments = own(values) ? own(PyTuple_Pack(1, values)) : nullptr;
-    return arguments ? make((PyTypeObject*)given_once[type], arguments, nullptr) : nullptr;
+    return arguments ? make((PyTypeObject*)python_objects[type], arguments, nullptr) : nullptr;
 }
 
 // ---- both directions ----
@@ -119,7 +119,7 @@ bool run(Call& c, PyObject* threads) {
     int count = 1;
     if (elements >= WORTH_SHARING) {
         Owned own;
-        PyObject* number = is_given(threads) ? threads : own(PyObject_CallNoArgs(given_once[GET_NUM_THREADS]));
+        PyObject* number = is_given(threads) ? threads : own(PyObject_CallNoArgs(python_objects[GET_NUM_THREADS]));
         count = number ? (int)PyLong_AsLong(number) : 1;
         if (PyErr_Occurred()) return false;
     }
@@ -177,7 +177,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* source = c.plus.data ? total : args[X];
     if (statistics && has_any(c.marks, c.samples * c.rows)) {
         pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, norm, statistics, marks, c.samples);
+        PyObject* done = PyObject_CallFunction(python_objects[FINISH_FORWARD], "OOOOOn", source, y, norm, statistics, marks, c.samples);
         if (!own(done)) return nullptr;
     }
     if (!statistics) return nullptr;
@@ -243,7 +243,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* results[] = {Py_None, Py_None, Py_None};
     for (int i = 0; i < 3; i++) {
         PyObject* target = is_given(out) ? field(out, i) : Py_None;
-        // `functional` judges an out for a gradient that is not wanted, or that is not like it or apart from all others.
+        // Decline an out of another shape or dtype, that overlaps, or whose gradient is not wanted: `functional` reports it.
         if (is_given(target) && !wanted[i]) return declined();
         // dx may overwrite dy if nothing reads dy again.
         PyObject* read = target == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
@@ -279,7 +279,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
     if (gradients && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns))) {
         pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, c.samples);
+        PyObject* done = PyObject_CallFunction(python_objects[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, c.samples);
         if (!own(done)) return nullptr;
     }
     return gradients ? Py_NewRef(gradients) : nullptr;

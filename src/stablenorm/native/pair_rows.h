@@ -1,6 +1,6 @@
 // The equations of rows.h in double-double: for float64, its mixtures, and rounding="nearest".
 //
-// Functions have the names and the order of rows.h. The text is another one: float64 lanes fold rest * rstd and the slope
+// Functions have the names and the order of rows.h, but not its code: float64 lanes fold rest * rstd and the slope
 // into constants, which would cost pairs their digits, and keep two rows in registers, for which pairs are too large. x - k
 // is exact as a pair for any k; k, and m, are 0 where the sampled elements differ in sign. The mean is mean + rest + tail,
 // which do not overlap: the tail matters for rows whose mean is large beside their spread.
@@ -13,7 +13,7 @@
 // Bounds, in units of u**2 = 2**-106, after docs/explanation/error-analysis.md, whose steps hold with
 // H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1) / d each: 11.6
 // for d = 16 columns of one of 8 lanes, 11.6 n / 8 in all; to add up 8 lanes takes 3 times 6, and low parts of
-// terms, 1 / n as a pair and near rows add a constant, 42. The largest factors of the steps are then
+// terms, 1 / n as a pair and near rows add a constant, 42. Tiles: T of R rows; w: rms(xhat); S: rms(g - m). The largest factors:
 //     y: 4 H + 40, on |xhat|; dx: (14.74 H + 16 sqrt(n) + 238) / 3, on |xhat| 3 S: 7.2 n + 5.4 sqrt(n) + 375;
 //     dgamma: 4 H + 36 R + 8 T + 370, and on w 1.74 H + 101 sqrt(n) + 67.
 // `row_bound` and `sums_bound` are these, rounded up. Near rows leave out the tail, below
@@ -51,7 +51,7 @@ struct RowStats {
 };
 struct Stats {
     double mean[GROUP], rest[GROUP], tail[GROUP], rstd[GROUP], rstd_low[GROUP];
-    double square[GROUP], v[GROUP], spread[GROUP], off[GROUP];  // off > 0: of a bad guess
+    double square[GROUP], v[GROUP], spread[GROUP], excess[GROUP];  // excess: d**2 - 2 var, > 0 for a bad guess
     RowStats at(int r) const { return {mean[r], rest[r], tail[r], {rstd[r], rstd_low[r]}, spread[r]}; }
 };
 
@@ -61,7 +61,7 @@ struct Sums {
 };
 
 // Reduces a sum by halves, as in lanes.h: to one register here, and for all rows at once in `total`.
-INLINE void put(Pairs a, double (*lanes)[WIDEST][GROUP], int r) {
+INLINE void reduce(Pairs a, double (*lanes)[WIDEST][GROUP], int r) {
     using One = Pair<Lanes<WIDEST>>;
     One part[P / WIDEST];
     for (int i = 0; i < P / WIDEST; i++) part[i] = {{a.high.v[i]}, {a.low.v[i]}};
@@ -100,7 +100,7 @@ template <bool LAYER, bool SHIFT, class T> NOINLINE void measure(const T* x, Ind
         each_columns<P>(start, at_most(start + DEPTH * P, n), add);
         sum = settled(sum), squares = settled(squares);
     }
-    put(sum, sums.plain, r), put(squares, sums.product, r);
+    reduce(sum, sums.plain, r), reduce(squares, sums.product, r);
 }
 
 template <class T> INLINE double guess_of(const T* x, Index n) {
@@ -114,7 +114,7 @@ template <class T> INLINE double guess_of(const T* x, Index n) {
 
 INLINE Pair<double> reciprocal(double n) { return {1 / n, fma(-1 / n, n, 1) / n}; }
 
-NOINLINE inline void settle(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
+NOINLINE inline void finish_statistics(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
     Pairs share = broadcast_pair(reciprocal((double)n));
     Pairs d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);
     Pairs mean = two_sum(load<GROUP>(k), d.high), rest = two_sum(mean.low, d.low);
@@ -122,7 +122,7 @@ NOINLINE inline void settle(const double* k, const Sums& sums, Index n, double e
     double vars[GROUP];
     store(of.mean, mean.high), store(of.rest, rest.high), store(of.tail, rest.low);
     store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
-    store(of.off, d.high * d.high - (var.high + var.high)), store(vars, var.high);
+    store(of.excess, d.high * d.high - (var.high + var.high)), store(vars, var.high);
     for (int r = 0; r < GROUP; r++) of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
 }
 
@@ -134,14 +134,14 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     if (rows < GROUP) memset(&sums, 0, sizeof sums);
     auto measure_row = [&](int r) { (LAYER && k[r] != 0 ? measure<LAYER, LAYER, T> : measure<LAYER, false, T>)(x[r], n, k[r], sums, r); };
     for (int r = 0; r < rows; r++) k[r] = LAYER ? pairs::guess_of(x[r], n) : 0, measure_row(r);
-    settle(k, sums, n, eps, of);
+    finish_statistics(k, sums, n, eps, of);
     bool again = false;
     for (int r = 0; LAYER && r < rows; r++)
-        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure_row(r), again = true;
-    if (again) settle(k, sums, n, eps, of);  // the others come out as before
+        if (__builtin_expect(of.excess[r] > 0, 0)) k[r] = of.mean[r], measure_row(r), again = true;
+    if (again) finish_statistics(k, sums, n, eps, of);  // the others come out as before
 }
 
-// Whether squares of a row leave the range of pairs. A square of 0 may have vanished.
+// Whether squares of a row leave the range of pairs. A mean square of 0 is exact in constant rows only; else it underflowed.
 template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* x, Index n, bool layer) {
     double square = of.square[r], v = of.v[r];
     if (!(v >= SMALLEST * SMALLEST && v <= LARGEST * LARGEST && square <= LARGEST * LARGEST)) return true;
@@ -161,11 +161,11 @@ struct Row {
         : mean(broadcast<P>(-of.mean)), rest(broadcast<P>(-of.rest)), tail(broadcast<P>(-of.tail)), rstd(broadcast_pair(of.rstd)), spread(broadcast<P>(of.spread)) {}
 };
 
-// NEAR: without the tail.
-template <bool LAYER, bool NEAR = false> INLINE Pairs xhat_of(N v, const Row& row) {
+// NO_TAIL: for rows near zero.
+template <bool LAYER, bool NO_TAIL = false> INLINE Pairs xhat_of(N v, const Row& row) {
     if (!LAYER) return row.rstd * v;
     Pairs c = two_sum(v, row.mean);
-    if (NEAR) return Pairs{c.high, c.low + row.rest} * row.rstd;
+    if (NO_TAIL) return Pairs{c.high, c.low + row.rest} * row.rstd;
     // fast_two_sum holds: |rest| is at most half an ulp of the mean, and c is 0 or no smaller.
     Pairs d = fast_two_sum(c.high, row.rest);
     return Pairs{d.high, (d.low + c.low) + row.tail} * row.rstd;
@@ -187,13 +187,13 @@ template <bool LAYER> INLINE N shared(N size, N v) {
 }
 
 // y of row r of a group into a sink of finish.h. The error bound of an element is a multiple of its size.
-template <bool LAYER, bool NEAR = false, class Out>
+template <bool LAYER, bool NO_TAIL = false, class Out>
 NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& parameters) {
     constexpr bool STAGED = Out::STAGED;
     Row row(of.at(r));
     each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         N v = load<P>(x + j, count), u = load<P>(parameters.gamma + j);
-        Pairs h = xhat_of<LAYER, NEAR>(v, row);
+        Pairs h = xhat_of<LAYER, NO_TAIL>(v, row);
         Pairs scaled = h * u;
         if (STAGED) scaled.low = fma(h.high, load<P>(parameters.gamma_low + j), scaled.low);
         out(j, count, scaled + load<P>(parameters.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
@@ -203,7 +203,7 @@ NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, 
 
 // ---- backward ----
 
-// A row of the backward: its statistics, m, the means A and B of rows.h, and the M of the bounds in `size`.
+// A row of the backward: its statistics, m, the means A (plain) and B (slope) of rows.h; `size` >= 2 |m| + 3 rms(g - m).
 struct Back {
     const double *dy, *x;
     RowStats stats;
@@ -273,13 +273,13 @@ NOINLINE void pull(Back& of, Index n, const Parameters& parameters, Sums& along,
         each_columns<P>(start, at_most(start + DEPTH * P, n), add);
         a = settled(a), b = settled(b);
     }
-    put(a, along.plain, r), put(b, along.product, r);
+    reduce(a, along.plain, r), reduce(b, along.product, r);
     of.size = STAGED ? total(squares) : 0;
 }
 
-// The means of the sums along some rows, and the M of their bounds: at least 2 |m| + 3 rms(g - m), and 0 only where all
-// g - m are 0. A computed 0 is one if g is an exact product (`exact`) or m is 0.
-NOINLINE inline void settle(const Sums& along, Index n, Back* rows, int count, bool exact) {
+// Sets the means of `count` rows, and `size`, at least 2 |m| + 3 rms(g - m), and 0 only where all g - m are 0. They are if
+// their computed squares add up to 0, and g is an exact product (`exact`) or m is 0.
+NOINLINE inline void finish_means(const Sums& along, Index n, Back* rows, int count, bool exact) {
     Pairs share = broadcast_pair(reciprocal((double)n));
     double means[4][GROUP];
     store_pair(means[0], GROUP, settled(total(along.plain) * share));

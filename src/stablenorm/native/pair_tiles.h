@@ -50,8 +50,8 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
             if (c.marks[i]) continue;
             // Near rows, n mean**2 <= 2**10 var, do without the tail: 9 % of the forward's time.
             double m = of.mean[r] * of.rstd[r];
-            bool near = m * m * (double)c.n <= 0x1p10 * of.spread[r] * of.spread[r];
-            auto write = [&](auto out) { return near ? write_y<LAYER, true>(x[r], out, c.n, of, r, parameters) : write_y<LAYER>(x[r], out, c.n, of, r, parameters); };
+            bool no_tail = m * m * (double)c.n <= 0x1p10 * of.spread[r] * of.spread[r];
+            auto write = [&](auto out) { return no_tail ? write_y<LAYER, true>(x[r], out, c.n, of, r, parameters) : write_y<LAYER>(x[r], out, c.n, of, r, parameters); };
             if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNCERTIFIED;
         }
     });
@@ -117,7 +117,7 @@ template <bool LAYER, bool STAGED> void backward(const Call& c, const Own& own, 
             pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
             at[count++] = i;
         }
-        settle(along, c.n, rows, count, exact);
+        finish_means(along, c.n, rows, count, exact);
         for (int r = 0; r < count && c.y.data; r++) write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
         if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, c.n), held = 0;
     }

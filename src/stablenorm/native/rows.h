@@ -2,18 +2,18 @@
 // derivation.md derives the equations.
 //
 // Forward. Pass 1 (`measure`) sums both moments about a guess k of the mean: d = mean(x - k), s = mean((x - k)**2). Then
-// mean = k + d and var = s - d**2, for any k. The guess is the mean of eight elements, rounded to float32, so that x - k is
-// exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows
-// d**2 <= 2 var, a loss of log2(3) bits, and otherwise repeats pass 1 with k + d as the guess. The mean is kept as
-// mean + rest, which is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - rest) * rstd * gamma + beta.
+// mean = k + d and var = s - d**2, for any k. The guess is the mean of 8 elements (NEAREST: 64), rounded to float32; x - k is
+// exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows d**2 <= 2 var, a
+// loss of log2(3) bits, and else repeats pass 1 with k + d, rounded: no element is nearer to the mean, so then d**2 <= var.
+// The sum mean + rest is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - rest) * rstd * gamma + beta.
 //
 // Backward (back_rows.h). m, the smallest of four g = gamma * dy, is subtracted from g, so that g - m is 0 where g is
 // constant. Pass 1 (`pull`) sums A = mean(g - m) and B = mean((g - m) * xhat); B is mean((g - mean(g)) * xhat), since
 // mean(xhat) = 0. Pass 2 (`write_dx`) writes dx = rstd * ((g - m) - A - xhat * B). RMS norm: k = d = m = A = 0.
 //
-// Errors, u = 2**-53: a sum along a row has chains of H = 64 + n / 1024 + 4 additions (16 lanes), in the backward of
-// 256 + n / 1024 + 2 (4 lanes); docs/explanation/error-analysis.md derives the bounds from H. NEAREST sums are pairwise, H is
-// log2(n) + 5 and log2(n) + 13 to 15, and certain.h tests each result with these bounds.
+// Errors, u = 2**-53: a term of a sum along a row goes through at most H = 64 + n / 1024 + 4 additions (16 lanes), in the
+// backward 256 + n / 1024 + 2 (4 lanes). NEAREST sums are pairwise: H is log2(n) + 5, in the backward log2(n) + 13 to 15.
+// certain.h derives the NEAREST bounds from H, and docs/explanation/error-analysis.md explains them.
 //
 // Read next: lanes.h for the registers, certain.h for the rounding test, tiles.cpp for the loops over rows.
 #pragma once
@@ -28,8 +28,8 @@
 namespace {
 
 constexpr int L = 16;          // lanes of the forward
-// Two rows of y are written together and share the loads of gamma and beta: n = 4096, 0.9 ns an element for 1.1. Types of
-// 16 bits are rounded sixteen at a time: n = 1024, 0.30 ns for 0.41.
+// Two rows of y share the loads of gamma and beta: n = 4096, 0.9 ns an element, row by row 1.1. Y_OF: columns of y written at
+// once. Types of 16 bits are rounded sixteen at a time: n = 1024, 0.30 ns, eight at a time 0.41.
 constexpr int ROWS_OF_Y = 2;
 template <class T> constexpr int Y_OF = sizeof(T) == 2 ? 16 : 8;
 
@@ -56,7 +56,7 @@ template <int R, class N> struct Along {
     }
 };
 
-// Columns of a plain chain of additions. Longer rows add the sums of blocks, so that errors grow with the block, not with n.
+// Columns of a block, which are added one after the other. Longer rows add up the sums of blocks: errors grow with the block.
 template <bool NEAREST, Index SHORT> constexpr Index BLOCK = NEAREST ? SHORT : 1024;
 
 // Adds the sums of blocks: one after the other or, NEAREST, pairwise (a stack of partial sums, merged like the carries of
@@ -112,18 +112,18 @@ template <class T> INLINE double guess_of(const T* x, Index n) {
     return (f32)(total(load<8>((const T*)&sample)) * 0.125);
 }
 
-// The mean of the first 64 elements, for NEAREST, whose bounds grow with |d|: of 20 backwards of (65536, 1024), 9 leave a
-// column uncertified for 13.
+// The mean of the first 64 elements, for NEAREST, whose bounds grow with |d|. Of 20 backwards of (65536, 1024), 9 leave a
+// column uncertified; with `guess_of`, 13 do.
 template <class T> INLINE double better_guess_of(const T* x) {
     Lanes<L> sum = {};
     for (Index j = 0; j < 64; j += L) sum = sum + load<L>(x + j);
     return (f32)(total(sum) / 64);
 }
 
-// The comments behind lines are bounds of their errors; certain.h has the letters and adds them up.
-INLINE void settle(double k, double d, double square, double eps, Stats& of, int r) {
+// A comment at the end of a line bounds the error of its result, in the symbols of certain.h.
+INLINE void finish_statistics(double k, double d, double square, double eps, Stats& of, int r) {
     double var = square - d * d;  // u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1) / rstd**2
-    double mean = k + d, part = mean - k, rest = (k - (mean - part)) + (d - part);  // mean + rest = k + d: 0
+    double mean = k + d, part = mean - k, rest = (k - (mean - part)) + (d - part);  // no error: mean + rest is k + d
     of.mean[r] = mean, of.rest[r] = rest, of.d[r] = d, of.square[r] = square;
     // Clamp at 0: rounding can make s - d**2 slightly negative. The comparison keeps NaN.
     double v = (var < 0 ? 0 : var) + eps;
@@ -137,13 +137,13 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     for (int r = 0; LAYER && r < rows; r++) k[r] = c.nearest && c.n >= 256 ? better_guess_of(x[r]) : guess_of(x[r], c.n);
     measure_rows(x, rows, c.n, k, d, square);
     for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;  // H u rms(c); (H + 4) u of the square
-    for (int r = 0; r < GROUP; r++) settle(k[r], d[r], square[r], eps, of, r);
-    // Bad guesses, as of outliers alone: tests/test_contracts.py fails without this loop.
+    for (int r = 0; r < GROUP; r++) finish_statistics(k[r], d[r], square[r], eps, of, r);
+    // A guess from outliers alone: test_a_guess_of_outliers_alone_is_made_again (test_contracts.py) fails without this loop.
     for (int r = 0; LAYER && r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
             measure_rows(x + r, 1, c.n, &better, d + r, square + r);
-            settle(better, d[r] / n, square[r] / n, eps, of, r);
+            finish_statistics(better, d[r] / n, square[r] / n, eps, of, r);
         }
 }
 
@@ -161,7 +161,7 @@ struct Uncertified {
 INLINE bool is_far(double m) { return m > 8; }
 
 // The constant term of xhat: xhat is x * rstd or, CENTER, (x - mean) * rstd, plus this.
-template <bool CENTER> INLINE double left_of(double mean, double rest, double rstd) {
+template <bool CENTER> INLINE double constant_of(double mean, double rest, double rstd) {
     return CENTER ? -rest * rstd : fma(-mean, rstd, -rest * rstd);
 }
 
@@ -170,16 +170,16 @@ template <class M, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
     INLINE Affine(const Stats& of, int r)
-        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(left_of<M::CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
+        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(constant_of<M::CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
     INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
         Lanes<Y> xhat = M::CENTER ? fma(minus(v, mean), rstd, s) : M::NEAREST ? fma(v, rstd, s) : v * rstd;  // a |xhat| + b
         return fma(xhat, scale, shift);  // a |gamma xhat| + b |gamma| + u |y|
     }
 };
 
-// True if results are written a little behind the loads, by the last 12 bits of the addresses. Loads wait for earlier
-// stores that agree in these bits: such a row is written from its end, (4, 512, 1024) with out= 16 to 48 bytes behind x,
-// 400 us for 1300. For the same reason all R rows are read before one is written.
+// True if the results lie up to 1023 bytes behind the inputs, modulo 4096. A load waits for an earlier store whose address
+// agrees in the last 12 bits, so such a row is written from its end: (4, 512, 1024) with out= 16 to 48 bytes behind x takes
+// 400 us, from its beginning 1300. For the same reason all R rows are read before one is written.
 INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to - (uintptr_t)from - 1) % 4096 < 1023; }
 
 // Pass 2 of the forward: y of R rows of a group, from row r on; `ahead` is the distance of prefetches, in columns. NEAREST:
@@ -221,15 +221,15 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
     for (int i = 0; i < R; i++) {
         if (j < n) {
             store(to[i] + j, row[i](load<Y>(from[i] + j, n - j), load<Y>(gamma + j), load<Y>(beta + j)), n - j);
-            if (M::NEAREST) failed[i].at[failed[i].count++] = j;
+            if (M::NEAREST) failed[i].at[failed[i].count++] = j;  // part of a register: no quick test
         }
         if (M::NEAREST) uncertified[i] = failed[i];
     }
 }
 
-// Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
+// Rounds the failed registers of a row again, and tests each element with its own bound; true if one is uncertified.
 // value_of(j, count, v) sets v, the values of a register, and returns the bounds of their errors.
-template <int K, class To, class Value> INLINE bool round_again(To* out, Index n, Uncertified uncertified, Value value_of) {
+template <int K, class To, class Value> INLINE bool round_failed(To* out, Index n, Uncertified uncertified, Value value_of) {
     bool differ = false;
     for (Index i = 0; i < uncertified.count; i++) {
         Index j = uncertified.at[i], count = at_most(n - j, K);
@@ -245,7 +245,7 @@ template <bool LAYER, class T>
 NOINLINE bool is_uncertified(const T* x, T* y, Index n, const Stats& of, int r, const Parameters& parameters, Errors errors, Uncertified uncertified) {
     constexpr int Y = Y_OF<T>;
     Affine<Mode<LAYER, LAYER, true>, Y> row(of, r);
-    return round_again<Y>(y, n, uncertified, [&](Index j, Index count, Lanes<Y>& v) INLINE_LAMBDA {
+    return round_failed<Y>(y, n, uncertified, [&](Index j, Index count, Lanes<Y>& v) INLINE_LAMBDA {
         Lanes<Y> scale = load<Y>(parameters.gamma + j), shift = load<Y>(parameters.beta + j);
         v = row(load<Y>(x + j, count), scale, shift);
         return bounds_of_y(errors, v, scale, shift);

@@ -5,8 +5,8 @@ namespace {
 
 // ---- forward ----
 
-// Repeats the marked rows of a tile in pairs: `once` does some, given whether the sums lack them.
-template <class Once> void do_again(const Call& c, Tile tile, Once once) {
+// Repeats the marked rows of a tile in pairs: redo(call, rows, unsummed) computes a run of rows with the same mark.
+template <class Redo> void do_again(const Call& c, Tile tile, Redo redo) {
     Call alone = c;
     alone.in_pairs = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // Keep the statistics of the first attempt.
@@ -16,7 +16,7 @@ template <class Once> void do_again(const Call& c, Tile tile, Once once) {
         for (stop = i + 1; stop < tile.stop && c.marks[stop] == mark && mark != (UNCERTIFIED | UNSUMMED);) stop++;
         if (!mark) continue;
         memset(c.marks + i, 0, (size_t)(stop - i));
-        once(alone, Tile{i, stop}, mark & UNSUMMED);
+        redo(alone, Tile{i, stop}, mark & UNSUMMED);
         for (Index k = i; k < stop; k++) c.marks[k] &= mark;
     }
 }
@@ -187,8 +187,8 @@ template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int t
     // Rows of a tile are usually alike: let the first decide.
     Index first = tile_of(c, number).first;
     if (LAYER && c.backward && c.nearest && !is_far(std::fabs(c.mean[first]) * c.rstd[first])) back = backward<Mode<LAYER, false, true>, T>;
-    auto ahead = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;
-    (c.backward ? back : ahead)(c, number, thread);
+    auto forth = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;
+    (c.backward ? back : forth)(c, number, thread);
 }
 
 void do_tile(const Call& c, Index tile, int thread) {

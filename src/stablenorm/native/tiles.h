@@ -22,8 +22,8 @@ Tile tile_of(const Call& c, Index number) {
     return {first, stop < c.rows ? stop : c.rows};
 }
 
-// Short rows: pass 1 of the next ones runs before pass 2 of these, so that roots and divisions overlap with stores. Longer
-// rows would drive one another out of the cache: n = 16384, 0.63 for 1. KEPT rows need more room.
+// Longest rows for which pass 1 of the next group runs before pass 2 of this one, so that its roots and divisions overlap with
+// stores. Longer rows would evict one another from the cache: n = 16384, 0.63 for 1. KEPT rows need more room.
 constexpr Index EARLY = 4096, EARLY_KEPT = 256;
 
 // Row i of x, where it lies or lifted to `room`, after adding the residual.
@@ -33,8 +33,8 @@ template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i,
 }
 
 // Measures the rows of a tile, some together, and calls write(first row, how many, their x, their statistics).
-template <bool LAYER, class T, class Found, class Write> INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
-    Found stats[2];
+template <bool LAYER, class T, class StatsType, class Write> INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
+    StatsType stats[2];
     const T* x[2][GROUP];
     auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
     auto measure_from = [&](Index top, int which) {

@@ -24,9 +24,9 @@ def forward(call: Forward) -> Statistics:
     if call.residual is not None:
         blocks.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
-    every = blocks.needs_integers(call, call.norm.beta)
-    statistics = blocks.forward(call._replace(y=None) if every else call)
-    uncertified.finish_forward(call, np.flatnonzero(statistics.out_of_range | every), statistics)
+    all_rows = blocks.needs_integers(call, call.norm.beta)
+    statistics = blocks.forward(call._replace(y=None) if all_rows else call)
+    uncertified.finish_forward(call, np.flatnonzero(statistics.out_of_range | all_rows), statistics)
     return statistics
 
 
@@ -39,9 +39,9 @@ def backward(call: Backward) -> None:
             for j, total in uncertified.exact_sums(call, k, columns):
                 result[j] += total
         return
-    every, rows = blocks.needs_integers(call), np.arange(len(call.x))
+    all_rows, rows = blocks.needs_integers(call), np.arange(len(call.x))
     partial: Any = sums
-    if not every:
+    if not all_rows:
         out = blocks.out_of_range(call)
         if not out.any():
             blocks.backward(call)
@@ -53,8 +53,8 @@ def backward(call: Backward) -> None:
         blocks.backward(of_inside._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
         if call.dx is not None:
             call.dx[inside] = of_inside.dx
-    unsummed = rows[:0] if every else rows
-    uncertified.finish_sums(call, np.full((2, n), every), unsummed, partial)
+    unsummed = rows[:0] if all_rows else rows
+    uncertified.finish_sums(call, np.full((2, n), all_rows), unsummed, partial)
     if call.dx is not None:
         uncertified.write_dx(call, rows)
 

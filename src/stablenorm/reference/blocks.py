@@ -242,7 +242,7 @@ def _squares_leave_range(var: Any, eps: Any, x: Array, kind: str, counted: "Coun
     """Tell which rows of pairs have squares that leave the range; rows with NaN or infinity have none."""
     size, v = var.hi[:, 0], (var + eps).hi[:, 0]
     within = (v >= SMALLEST**2) & (v <= LARGEST**2) & ((size >= SMALLEST**2) | (size == 0))
-    # A square of 0 may have vanished.
+    # A square of 0 may have underflowed.
     x = counted.only(x)
     for i in np.flatnonzero(within & (size == 0)).tolist():
         values = x[i] if counted.where is None else x[i][counted.where[i]]
@@ -255,7 +255,7 @@ def _squares_leave_range(var: Any, eps: Any, x: Array, kind: str, counted: "Coun
 
 
 def lifter(x: Array) -> Lift:
-    """Return what turns an array into the numbers to calculate with, exactly: the dtype of x decides."""
+    """Return the function that lifts an array exactly: to pairs if x is float64, else to float64."""
     if x.dtype == np.float64:
         return Pair.exactly
     # Copy always: blocks are calculated in place. In C order: NumPy's pairwise sums give other bits on other layouts.

@@ -22,8 +22,8 @@ Backward, given dy, the gradient of a scalar with respect to y::
 
 RMS norm is the same with the mean, and in the backward mean(g), set to 0. Gamma may
 be stored less a `gamma_offset`, which is added first. With a mask, n is the number
-of elements of the row that count, means and sums are over these, and y and dx are 0 elsewhere. What
-comes from the gradients with respect to the statistics, or past the norm, is added before dx is rounded::
+of elements of the row that count, means and sums are over these, and y and dx are 0 elsewhere. The
+cotangents of the statistics (dmean, drstd) and of the residual stream (dsum) add to dx before it is rounded::
 
     dx += dsum + dmean / n - drstd * rstd**2 * xhat / n
 

@@ -125,7 +125,7 @@ def y_row(row: Row, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
 def dx_row(
     dy: Array, row: Row, gamma: Array, dtype: np.dtype[Any], added: tuple[Any, ...]
 ) -> Array:
-    """Return dx of a row, rounded once, with what is `added` to it: dsum, dmean / n and that of drstd."""
+    """Return dx of a row, with the terms of `added`, (dsum, dmean, drstd); each element is rounded once."""
     scale, exponent = _scales(gamma, row.norm.gamma_offset)
     n, radicand, integers, (dsum, dmean, drstd) = row.n, row.radicand, row.integers, added
     cotangent, r = integers_of(dy)
@@ -165,7 +165,7 @@ def _rounded(
         (number << place - least) + ((factor >> cut) * root.floor << shift)
         for number, factor in zip(offsets, factors, strict=True)
     ]
-    # The cut factor and the root lack less than 1 each.
+    # The cut factor and the floor of the root are each less than 1 too small.
     error = 2 << max(size - cut, root.floor.bit_length()) + shift
     quick = dtype == np.float64 and not more
     result = _floats(numbers, error, least) if quick else np.full(len(factors), np.nan)

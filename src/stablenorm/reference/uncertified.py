@@ -148,7 +148,7 @@ def _row_of(call: Any, i: int, *arrays: Array, keep: bool = True) -> tuple[Any, 
 
 
 def _lost_rows(call: Backward) -> Array:
-    """Tell which rows have no norm; rstd of others may have left the range of float64."""
+    """Tell which rows have no norm. An infinite rstd does not tell: it may have left the range of float64."""
     lost: Array = ~np.isfinite(call.statistics.rstd)
     for i in np.flatnonzero(lost).tolist():
         lost[i] = _row_of(call, i)[1] is None
@@ -180,7 +180,7 @@ def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[An
 
 
 def split(values: Any) -> tuple[Array, Array]:
-    """Return the finite values and the others, zeros in the places of each other."""
+    """Return the finite values, with 0 for the others, and the infinities and NaN, with 0 for the finite ones."""
     finite = np.isfinite(values)
     return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
 
