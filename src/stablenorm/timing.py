@@ -50,8 +50,8 @@ class Timing(NamedTuple):
 
 
 def measure_interleaved(
-    candidates: Mapping[str, Call], rounds: int, least: int = 1, limit: float = math.inf
-) -> dict[str, Timing]:
+    candidates: Mapping[Any, Call], rounds: int, least: int = 1, limit: float = math.inf
+) -> dict[Any, Timing]:
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
 
@@ -60,7 +60,7 @@ def measure_interleaved(
     as last 0.3 ms, at least one. Before it come 20 ms of sleep, until the threads of the
     candidate before stop spinning, and 10 ms of calls that are not counted.
     """
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    samples: dict[Any, list[float]] = {name: [] for name in candidates}
     counts = {name: _calibrate(function) for name, function in candidates.items()}
     order, end = list(candidates), time.perf_counter() + limit
     for i in range(rounds):

@@ -85,21 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(x: Array, candidates: Any, direction: str, copy: float) -> list[dict[str, Any]]:
     """Time backends and roundings in one direction, interleaved; print medians, return quartiles as well."""
     calls = {
-        f"{' '.join(way)} {outputs}": call
+        (*way, outputs): call
         for way, made in candidates.items()
         for outputs, call in made[direction].items()
     }
     timings = timing.measure_interleaved(calls, rounds=_ROUNDS, limit=_LIMIT * len(calls))
     rows, cells = [], []
-    for name, t in timings.items():
-        backend, rounding, outputs = name.split()
+    for (backend, rounding, outputs), t in timings.items():
         speed = timing.PASSES[direction] * x.nbytes / t.median
-        times = t.median, (t.low, t.high), speed, speed / copy
-        row = x.shape, str(x.dtype), direction, *name.split(), *times
+        ways = x.shape, str(x.dtype), direction, backend, rounding, outputs
+        row = *ways, t.median, (t.low, t.high), speed, speed / copy
         rows.append(dict(zip(_ROW.split(), row, strict=True)))
+        way = backend + ", nearest" * (rounding == "nearest")
         ratios = f"{speed / 1e9:.2f}", f"{speed / copy:.2f}"
-        backend += ", nearest" * (rounding == "nearest")
-        cells.append((backend, outputs, quantity(t.median, "s"), *ratios))
+        cells.append((way, outputs, quantity(t.median, "s"), *ratios))
     columns = ("backend", "outputs", "time", "GB/s", "of copy")
     parts.print_table(f"{shape_text(x.shape)} {x.dtype} {direction}", columns, cells)
     return rows

@@ -23,12 +23,9 @@ exit status: 0 done; 2 the file cannot be read, or it holds several arrays and
 
 import argparse
 
-from rich import get_console
-
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, choose, list_members, read_eps
-from stablenorm.diagnosis import diagnose
-from stablenorm.diagnosis.results import lines_of
+from stablenorm.diagnosis import diagnose, lines_of
 from stablenorm.text import write_whole
 
 OPTIONS = {
@@ -57,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     diagnosis.to_json(arguments.json)
     ending = str(arguments.plot)[-3:].lower()
     write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
-    first, *others = lines_of(diagnosis, get_console().width)
+    first, *others = lines_of(diagnosis)
     axes = ", ".join(map(str, diagnosis.axis))
     parts.print_lines(f"{member.label}: {member.like.dtype}, axis {axes}")
     parts.print_lines("", *others, bold=first)

@@ -36,8 +36,7 @@ from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, read_eps
 from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
-from stablenorm.diagnosis import diagnose
-from stablenorm.diagnosis.results import lines_of
+from stablenorm.diagnosis import diagnose, lines_of
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import digest, digest_inputs, published_digests
@@ -228,8 +227,7 @@ def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str,
 def _tell_losses(problem: Problem) -> None:
     """Tell how many bits common methods lose, and on which rows, as `stablenorm diagnose` does."""
     found = diagnose(problem.x, problem.eps, top=6, kind=problem.kind)
-    lines = lines_of(found, get_console().width)
-    parts.print_lines("", *lines, bold="\nWhere others would lose digits.")
+    parts.print_lines("", *lines_of(found), bold="\nWhere others would lose digits.")
     parts.print_lines(
         f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "

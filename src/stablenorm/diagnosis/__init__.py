@@ -1,17 +1,24 @@
-"""`diagnose` says how much a layer or RMS norm would lose on given data, row by row and in all."""
+"""
+`diagnose` says how much a layer or RMS norm would lose on given data, row by row and in all.
+
+Its result, a `Diagnosis`, is shown as sentences, text, plain data, or a picture.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.arrays import as_rows, convert, is_lazy, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
-from stablenorm.diagnosis.results import Diagnosis, Row, Summary, describe_row
+from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import check_dtype, format_of, parse
+from stablenorm.text import plain, shape_text, to_json, wrapped
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, check_count, check_eps
 
@@ -19,6 +26,157 @@ __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
 
 # Elements of a block, the work of one thread at a time: some 3 ms, ten times the fixed cost of a block.
 BLOCK = 1 << 19
+# The sentence about a row names these two methods; the others are near one of these, or keep less.
+_TOLD = {
+    "layer": {"two-pass": "a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"},
+    "rms": {"one-pass": "mean(x^2) in {working}", "float16": "in float16"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One row, and its losses.
+
+    Attributes
+    ----------
+    index : int
+        Its number, counted in C order over the axes that are not normalized.
+    mean, std : float
+        NaN if the row is not finite. For kind "rms": 0, and the root mean square.
+    condition_y, condition_dx : float
+        How many times larger a relative error of x is in y and in dx.
+    lost : dict of str to float
+        Bits of y lost by each method, as in `Diagnosis.methods`.
+    marks : tuple of str
+        Its peculiarities, as in `Summary.marks`.
+    advice : str
+        The same in a sentence.
+    """
+
+    index: int
+    mean: float
+    std: float
+    condition_y: float
+    condition_dx: float
+    lost: dict[str, float]
+    marks: tuple[str, ...]
+    advice: str
+
+
+class Summary(NamedTuple):
+    """
+    All rows together.
+
+    Attributes
+    ----------
+    rows : int
+        How many.
+    marks : dict of str to int
+        For each peculiarity of rows, how many have it.
+    lost : dict of str to array
+        For each method, how many rows lose 0, 1, ..., p bits, rounded.
+    condition_y, condition_dx : array
+        How many rows have a condition number in [2^k, 2^(k+1)); below 1 counts as k = 0.
+        Constant rows are not counted: theirs is infinite for y.
+    largest_condition_y, largest_condition_dx : float
+        The largest finite ones.
+    """
+
+    rows: int
+    marks: dict[str, int]
+    lost: dict[str, Array]
+    condition_y: Array
+    condition_dx: Array
+    largest_condition_y: float
+    largest_condition_dx: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """
+    The losses of a norm on given data; made by `stablenorm.diagnose`.
+
+    Attributes
+    ----------
+    shape, axis : tuple of int
+        Shape of the data, and the axes normalized together.
+    dtype : str
+        The dtype that it was judged as.
+    n : int
+        Elements of a row.
+    eps : float
+        Added to the variance.
+    summary : Summary
+        All rows together.
+    worst : tuple of Row
+        The rows that a two-pass (in an RMS norm, float16) loses most on, the worst first; before
+        them those that have no y: not finite, or constant with eps 0.
+    per_row : PerRow
+        Numbers of every row, about 65 bytes each.
+    kind : str
+        "layer" or "rms".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axis: tuple[int, ...]
+    n: int
+    eps: float
+    summary: Summary
+    worst: tuple[Row, ...]
+    per_row: PerRow
+    kind: str = "layer"
+
+    @property
+    def bits(self) -> int:
+        """The precision p of the dtype: what can be lost."""
+        return format_of(parse(self.dtype)).digits
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """A description of each method, by its name."""
+        return {name: _filled(title, self.dtype) for name, title in METHODS[self.kind].items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """
+        Return all but `per_row` as plain dicts, lists, str, int and float, with `bits` and `methods`.
+
+        Numbers that JSON lacks are strings: "nan", "inf" or "-inf".
+        """
+        names = "shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"
+        return dict(plain({name: getattr(self, name) for name in names}))
+
+    def to_json(self, path: Any = None) -> str:
+        """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
+        return to_json(self.as_dict(), path)
+
+    def plot(self, path: Any, *, format: str | None = None) -> None:
+        """
+        Draw how many rows lose how many bits.
+
+        `path` is a file or its name; `format` "png", "svg" or "pdf", by default the name's ending.
+        It needs Matplotlib.
+        """
+        figure = new_figure(10, 4)
+        figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
+        axes = figure.subplots()
+        # Besides colors, the lines differ by dashes and widths: one beneath another is seen.
+        dashes, widths = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2))), (3.4, 3.0, 2.6, 2.2, 1.8)
+        axes.set_prop_cycle(color=COLORS[:5], ls=dashes, lw=widths)
+        for title, counts in zip(self.methods.values(), self.summary.lost.values(), strict=True):
+            axes.plot(np.cumsum(counts[::-1])[::-1] / max(int(counts.sum()), 1), label=title)
+        axes.set(xlim=(0, self.bits), ylim=(0, 1.02), xlabel=f"bits of y lost, of {self.bits}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.25)
+        axes.set_title("Share of rows that lose at least so many", fontsize=10, loc="left")
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(path, format=format, dpi=150)
+
+    def __str__(self) -> str:
+        """Give the summary, the methods, and the worst rows."""
+        return "\n".join(part for line in lines_of(self) for part in wrapped(line))
 
 
 def diagnose(
@@ -103,11 +261,11 @@ def diagnose(
     eps, top = check_eps(eps), check_count("top", top, least=0)
     # The caller's np.errstate says whether an overflow is told.
     rows = as_rows(array, axes).astype(judged, copy=False)
-    per_row = _measure(rows, eps, kind)
-    order = _worst_first(per_row, kind)[:top].tolist()
-    worst = tuple(describe_row(row, rows[row], per_row, kind) for row in order)
-    summary, n = _summarize(per_row, judged, kind), rows.shape[1]
-    return Diagnosis(array.shape, judged.name, axes, n, eps, summary, worst, per_row, kind)
+    found = _measure(rows, eps, kind)
+    order = _worst_first(found, kind)[:top].tolist()
+    worst = tuple(_describe_row(row, rows[row], found, kind) for row in order)
+    asked = array.shape, judged.name, axes, rows.shape[1], eps
+    return Diagnosis(*asked, _summarize(found, judged, kind), worst, found, kind)
 
 
 def _measure(rows: Array, eps: float, kind: str) -> PerRow:
@@ -147,3 +305,77 @@ def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
         dict(zip(METHODS[kind], lost, strict=True)), of_y, of_dx,
         float(y.max(initial=0.0)), float(dx.max(initial=0.0)),
     )  # fmt: skip
+
+
+# ---- what is said of it ----
+
+
+def _filled(text: str, dtype: DTypeLike) -> str:
+    """Name the dtype that layer norms of such data are computed in."""
+    return text.replace("{working}", np.result_type(parse(dtype), np.float32).name)
+
+
+def _describe_row(index: int, x: Array, found: PerRow, kind: str) -> Row:
+    """Return what is known of row `index`, with elements `x`."""
+    mean, std, of_y, of_dx = (float(each[index]) for each in found[:4])
+    lost = dict(zip(METHODS[kind], found.lost[:, index].tolist(), strict=True))
+    marks = tuple(compress(SPECIAL[kind], found.marks[:, index]))
+    if "not finite" in marks:
+        places = np.flatnonzero(~np.isfinite(x))
+        said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
+    elif "undefined" in marks:
+        # The row is constant as well, but its y is not beta.
+        said = [f"undefined ({SPECIAL[kind]['undefined']})"]
+    else:
+        said = [f"{mark} ({SPECIAL[kind][mark]})" for mark in marks]
+        # |mean| / std is mentioned from 4 on: it costs two bits.
+        if not said or abs(mean) >= 4.0 * std > 0:
+            ratio = f"|mean|/std = {abs(mean) / std:.2g}"
+            said.insert(0, ratio if kind == "layer" else f"rms = {std:.2g}")
+        (first, one), (second, two) = _TOLD[kind].items()
+        losses = f"{round(lost[first])} of {format_of(x.dtype).digits} bits of y"
+        said.append(f"{one} loses {losses}, {two} {round(lost[second])}")
+    advice = _filled(f"row {index}: {'; '.join(said)}", x.dtype)
+    return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
+
+
+def _headline(diagnosis: Diagnosis) -> str:
+    data, rows = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}", diagnosis.summary.rows
+    norm = f"eps {diagnosis.eps:g}{', RMS norm' * (diagnosis.kind == 'rms')}"
+    return f"{data}: {rows} row{'s' * (rows != 1)} of {diagnosis.n}, {norm}"
+
+
+def _median(counts: Array) -> int:
+    """Return the middle of what was counted by whole numbers."""
+    return int(np.searchsorted(np.cumsum(counts), (counts.sum() + 1) // 2))
+
+
+def lines_of(diagnosis: Diagnosis) -> list[str]:
+    """Return the diagnosis in lines of any length."""
+    summary, lines = diagnosis.summary, [_headline(diagnosis)]
+    if summary.condition_y.any():
+        y, dx = summary.largest_condition_y, summary.largest_condition_dx
+        # The median is known to a power of two.
+        of_y = min(2.0 ** (_median(summary.condition_y) + 1), y)
+        of_dx = min(2.0 ** (_median(summary.condition_dx) + 1), dx)
+        lines.append(
+            f"  condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
+            f"of dx: {of_dx:.2g}, {dx:.2g}"
+        )
+    for name, meaning in SPECIAL[diagnosis.kind].items():
+        if count := summary.marks[name]:
+            text = f"  {name}: {count} row{'s' * (count != 1)} ({meaning})"
+            lines.append(_filled(text, diagnosis.dtype))
+    if summary.rows:
+        lines.append(f"  bits of y lost, of {diagnosis.bits}: median row, worst row, rows losing 4")
+        longest = max(map(len, diagnosis.methods.values()))
+        for title, counts in zip(diagnosis.methods.values(), summary.lost.values(), strict=True):
+            cells = "-", "-", "-"
+            if counts.any():
+                several = f"{counts[4:].sum() / counts.sum():.1%}"
+                cells = str(_median(counts)), str(np.flatnonzero(counts)[-1]), several
+            lines.append("    {:{}} {:>4} {:>4} {:>9}".format(title, longest, *cells))
+        lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
+    else:
+        lines.append("  no rows: nothing to say")
+    return lines

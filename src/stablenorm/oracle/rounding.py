@@ -175,12 +175,12 @@ def judge(
     top = low.bit_length()
     # Zero lies in no binade: its ulp is the smallest subnormal.
     ulp = fmt.ulp_exponent(top + exponent) if low else fmt.finest
-    fraction, power = math.frexp(value)
-    number, finer = int(math.ldexp(fraction, 53)), exponent - power + 53
-    if finer < 0:
-        number, finer = number << -finer, 0
-    error, exponent = abs(number - (low << finer)), exponent - finer
+    number, denominator = value.as_integer_ratio()
+    power = 1 - denominator.bit_length()
+    unit = min(exponent, power)
+    error = abs((number << power - unit) - (low << exponent - unit))
     # Open: another binade, or an error that the width blurs.
-    if width and ((low + width).bit_length() != top or error <= width << ERROR_BITS + finer):
+    blur = width << ERROR_BITS + exponent - unit
+    if width and ((low + width).bit_length() != top or error <= blur):
         return None
-    return quotient(error, 1, exponent - ulp), rounded != value, error, exponent
+    return quotient(error, 1, unit - ulp), rounded != value, error, unit

@@ -72,16 +72,14 @@ def exactly(parts: Iterable[Part], columns: list[int]) -> list[Surd]:
 
 def merge(number: Surd) -> Surd:
     """Merge the terms that differ by a rational factor; the rational ones are those of 1."""
-    merged = {1: Fraction(0)}
+    merged: Surd = {}
     for radicand, coefficient in number.items():
-        for other in merged:
+        for other in (1, *merged, radicand):
             # sqrt(radicand) = sqrt(other) * sqrt(other * radicand) / other.
             root = math.isqrt(other * radicand)
             if root * root == other * radicand:
-                merged[other] += coefficient * Fraction(root, other)
+                merged[other] = merged.get(other, 0) + coefficient * Fraction(root, other)
                 break
-        else:
-            merged[radicand] = coefficient
     return {radicand: c for radicand, c in merged.items() if c}
 
 
@@ -90,15 +88,10 @@ def settle(number: Surd, verdict: Callable[[Interval], T | None]) -> T:
     # The first try nearly always decides.
     bits = 2 * ROOT_BITS
     while True:
-        parts = [
-            (
-                Vector(np.array([c.numerator], object), Fraction(1, c.denominator)),
-                Fraction(radicand),
-            )
-            for radicand, c in number.items()
-        ]
-        found = verdict(enclose(parts, 1, bits)[0])
-        if found is not None:
+        tops = (np.array([c.numerator], object) for c in number.values())
+        units = (Fraction(1, c.denominator) for c in number.values())
+        parts = zip(map(Vector, tops, units), map(Fraction, number), strict=True)
+        if (found := verdict(enclose(parts, 1, bits)[0])) is not None:
             return found
         # Merging takes long where there are many terms, and is seldom needed.
         number, bits = merge(number), 2 * bits
