@@ -88,9 +88,9 @@ class Call(NamedTuple):
     seed: int
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None
-    # Those of x, dy, gamma, beta, as in `MIXTURES`.
+    # Dtypes of x, dy, gamma, beta, as in `MIXTURES`.
     dtypes: tuple[Any, ...]
-    # Those of x, dy, gamma and beta, residual and dsum.
+    # Places of x, dy, gamma and beta, residual and dsum.
     places: tuple[Any, ...] = (Place(),) * 4
     # The places of y, dx, dgamma and dbeta; None: without `out`, if nothing is to be added to.
     outs: tuple[Any, ...] = (None,) * 4

@@ -292,7 +292,7 @@ PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
 NO_OTHERS = "gamma: NOT CHECKED: backward returned None for it|beta: NOT CHECKED: backward"
 # The file, options, the status, words of the output or, where the code cannot be run, of the one line of the error.
 SAID = [
-    # What was assumed.
+    # The assumption that is said.
     (STYLES["eps fixed inside"], "", 0, "the eps given, 1e-05, is not used: it is 0.001 inside"),
     (STYLES["CS231n: rows only, ln_param"], "--eps 0.5", 0,
      "ln_param)|x 6 x 8 float64, eps 0.5, seed 0|note: not for x of shape 2 x 3 x 8: ValueError: too many values to"),

@@ -163,7 +163,7 @@ OTHERS = [
      "eps is missing from rstd in dx and dgamma"),
     (lambda dy, k: backward(dy, k._replace(rstd=k.var)),
      "dx has rstd^-2 without eps in place of rstd"),
-    # Not sure, and not named.
+    # Unsure causes are not named.
     (spoiled(lambda _, __, a, b, c: (a * (1 + 1e-3 * NOISE), b, c)), None),
     (spoiled(lambda dy, k, a, b, c: (a + 1e-3 * k.xhat * k.x * dy, b, c)), None),
     # Rows that see one another.

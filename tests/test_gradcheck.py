@@ -283,7 +283,7 @@ FAULTS = [
     (lambda x: (np.sin(x).reshape((1, 3, 4) if next(AGAIN) else (3, 4)), x), cosine,
      "forward is deterministic", "y must have shape 3 x 4, got 1 x 3 x 4"),
 ]  # fmt: skip
-# Not excused: a gradient that is wrong in one element, or rounded to float32.
+# Gradients that are wrong in one element, or rounded to float32, are not excused.
 SMOOTH = [
     (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
     # Nearly a kink.

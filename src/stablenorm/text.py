@@ -55,8 +55,9 @@ def wrapped(line: str, width: int = 100) -> list[str]:
     log and a message of pytest.
     """
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(line, width, subsequent_indent=indent, **whole)
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def plain(value: Any) -> Any:

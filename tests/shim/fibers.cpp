@@ -73,7 +73,7 @@ struct Memory : Region {
 using Past = std::vector<unsigned>;
 
 struct Fiber;
-// Where threads wait for one another: those of a block, of a warp, or at a barrier in shared memory. Phases are
+// A place where threads wait for one another: those of a block, a warp, or a barrier in shared memory. Phases are
 // counted; `seen` is what those who arrived have done and seen.
 struct Meeting {
     int count = 0, missing = 0;
@@ -122,7 +122,7 @@ struct Block {
     // All ones is a NaN in every format, and no index. 64 bytes more: an index that is one too far.
     std::vector<unsigned char> bytes = std::vector<unsigned char>(launch.shared_bytes + 64, 0xff);
     Memory shared{{bytes.data(), launch.shared_bytes, READ | WRITE, nullptr, nullptr}};
-    // Of all threads, and of each warp.
+    // Meetings of all threads, and of each warp.
     Meeting all{int(launch.threads)};
     std::vector<Meeting> warps = std::vector<Meeting>(launch.threads / 32, Meeting(32));
     std::map<const void*, Meeting> barriers;

@@ -78,7 +78,7 @@ def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
-    outputs: dict[str, list[str]] = {}
+    said: dict[str, list[str]] = {}
     for output in judged:
         # Rows of one element have dx = 0, whatever the formula.
         if output.expected.case.n < 2 or not np.isfinite(output.actual).all():
@@ -87,8 +87,8 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
             # Words that fit several outputs are said once: "... in dx and dgamma".
             shown = "the forward" if output.name == "y" else output.name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
-            outputs.setdefault(key, []).append(shown)
-    return tuple(words.replace("{}", " and ".join(names)) for words, names in outputs.items())
+            said.setdefault(key, []).append(shown)
+    return tuple(words.replace("{}", " and ".join(names)) for words, names in said.items())
 
 
 def _explained(judged: Judged) -> str:

@@ -15,7 +15,7 @@ from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
-Found = tuple[list[ArgumentResult], list[Finding]]
+Outcome = tuple[list[ArgumentResult], list[Finding]]
 
 
 def check_gradients(
@@ -119,7 +119,7 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
-def make_report(operation: Operation, outcome: Found, about: str, *named: str) -> GradientReport:
+def make_report(operation: Operation, outcome: Outcome, about: str, *named: str) -> GradientReport:
     """Report what was found, what has a name, and what all calls of the operation cost."""
     results, findings = outcome
     # A modified array spoils results that are then called wrong.
@@ -134,7 +134,7 @@ def make_report(operation: Operation, outcome: Found, about: str, *named: str) -
 def compare(
     operation: Operation, args: Given, spans: dict[str, Array], rng: Any,
     probes: int, max_elements: int, progress: Progress | None,
-) -> Found:  # fmt: skip
+) -> Outcome:  # fmt: skip
     """Check the rules of a call, then compare every gradient that can be compared."""
     try:
         loss = Loss(operation, args, spans, np.random.default_rng(rng))
@@ -186,8 +186,9 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
         fault = str(error)
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
-    empty = ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
-    return None if array.size else empty
+    if not array.size:
+        return ArgumentResult(name, "NOT CHECKED", message="the argument is empty")
+    return None
 
 
 def check_args(

@@ -76,8 +76,8 @@ def backward(call: Backward) -> Any:
     if call.dmean is not None or call.drstd is not None:
         return NotImplemented
     # Kernels add to partial sums of "fast".
-    sums, apart = call[5:7], call.sums == "pairs" and call.norm.rounding == "nearest"
-    made = [np.zeros_like(total) if apart and total is not None else total for total in sums]
+    sums, merges = call[5:7], call.sums == "pairs" and call.norm.rounding == "nearest"
+    made = [np.zeros_like(total) if merges and total is not None else total for total in sums]
     out = call.dx, *made
     cache = Cache(call.x, call.norm, (1,), call.statistics, "native")
     wanted = tuple(name for name, array in zip(NAMES, out, strict=True) if array is not None)
@@ -88,7 +88,7 @@ def backward(call: Backward) -> Any:
     if done is None:
         return NotImplemented
     for total, part in zip(sums, made, strict=True):
-        if apart and total is not None:
+        if merges and total is not None:
             total[...] = merged(total, part)
     return None
 
