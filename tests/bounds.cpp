@@ -50,7 +50,7 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
 // The backward's pass along a row, whose sums over rows go to `over`.
 template <bool LAYER, bool CENTER>
 Back<float> pulled(const float* dy, const float* x, Index n, const double* gamma, const Stats& of, double spread, Errors errors, Room& over) {
-    Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, gamma, n) : 0};
+    Back<float> row = {dy, x, of.mean[0], of.mean_lo[0], of.rstd[0], LAYER ? pivot(dy, gamma, n) : 0};
     row.spread = spread, row.errors = errors;
     double *sums = over.data(), *squares = sums + over.size() / 2;
     pull<false, 1, Mode<LAYER, CENTER, true>>(&row, n, gamma, {sums, sums + over.size() / 4, squares, squares + over.size() / 4});
@@ -77,7 +77,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
     Call c;
     c.rms = !LAYER, c.rows = rows, c.n = n, c.eps = eps, c.nearest = true;
     Room words((size_t)(4 * rows)), over((size_t)(4 * apart)), sizes((size_t)apart);
-    c.spread = words.data(), c.mean = c.spread + rows, c.rest = c.mean + rows, c.rstd = c.rest + rows;
+    c.spread = words.data(), c.mean = c.spread + rows, c.mean_lo = c.mean + rows, c.rstd = c.mean_lo + rows;
     c.dy.data = (char*)dy, c.x.data = (char*)x, c.dy.stride = c.x.stride = n * 4;
     std::vector<Index> at((size_t)n);
     Errors worst = {0, 0};
@@ -88,7 +88,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         double chain = chain_of(n, L, RUN), bound = bound_of_y(errors_of_xhat<LAYER>(size, d * d, 0, chain), size, n, m);
         Errors errors = errors_of_xhat<LAYER>(size, d * d, m, chain);
         worst = {larger(worst.a, errors.a), larger(worst.b, errors.b)};
-        c.spread[i] = size, c.mean[i] = of.mean[0], c.rest[i] = of.rest[0], c.rstd[i] = of.rstd[0];
+        c.spread[i] = size, c.mean[i] = of.mean[0], c.mean_lo[i] = of.mean_lo[0], c.rstd[i] = of.rstd[0];
         Uncertified found = {at.data(), 0};
         write_y<1, Mode<LAYER, CENTER, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, &none);
         for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(gamma + j), load<Y>(beta + j)));
@@ -96,7 +96,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         Projected<Mode<LAYER, CENTER, true>> project(row);
         for (Index j = 0; j < n; j += L) {
             Index some = n - j < L ? n - j : L;
-            Lanes<L> v = load<L>(x + j, some), xhat = (v - broadcast<L>(of.mean[0]) - broadcast<L>(of.rest[0])) * broadcast<L>(of.rstd[0]);
+            Lanes<L> v = load<L>(x + j, some), xhat = (v - broadcast<L>(of.mean[0]) - broadcast<L>(of.mean_lo[0])) * broadcast<L>(of.rstd[0]);
             store(dx + j, project(load<L>(dy + j, some), v, load<L>(gamma + j)));
             store(dx + apart + j, bounds_of_dx<LAYER>(row.of_dx, load<L>(dx + j), xhat));
         }

@@ -54,7 +54,7 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, uncertified((size_t)(2 * n)), partial((size_t)(48 * n));
     std::vector<double> words((size_t)(6 * rows));
     Bytes marks((size_t)rows);
-    double** places[] = {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread};
+    double** places[] = {&c.mean, &c.mean_lo, &c.rstd, &c.rstd_lo, &c.mean_tail, &c.spread};
     for (Index i = 0; i < 6; i++) {
         bool of_layer = i == 0 || i == 1 || i == 4, of_pairs = i == 3 || i == 4;
         if ((rms && of_layer) || (!c.in_pairs && of_pairs) || (!c.pairs() && i == 5)) continue;

@@ -24,7 +24,7 @@ template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n
 // `spread` >= rms(xhat), `size` >= rms(g - m), the errors of dx, and a bound for all dx of the row.
 template <class T> struct Back {
     const T *dy, *x;
-    double mean, rest, rstd, m;
+    double mean, mean_lo, rstd, m;
     double *centered = nullptr, *g = nullptr;  // if KEPT: x, or CENTER x - mean, and g - m
     double plain = 0, slope = 0;
     Errors errors = {};
@@ -67,7 +67,7 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
         mean[r] = broadcast<K, W>(row.mean), rstd[r] = broadcast<K, W>(row.rstd);
-        s[r] = broadcast<K, W>(constant_of<M::CENTER>(row.mean, row.rest, row.rstd)), m[r] = broadcast<K, W>(-row.m);
+        s[r] = broadcast<K, W>(constant_of<M::CENTER>(row.mean, row.mean_lo, row.rstd)), m[r] = broadcast<K, W>(-row.m);
         kept_centered[r] = row.centered, kept_g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
@@ -114,7 +114,7 @@ template <class M> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
     template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
         : mean(broadcast<L>(of.mean)), rstd(broadcast<L>(of.rstd)), m(broadcast<L>(-of.m)), p(broadcast<L>(-of.slope * of.rstd * of.rstd)),
-          q(broadcast<L>(-(of.plain + of.slope * constant_of<M::CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
+          q(broadcast<L>(-(of.plain + of.slope * constant_of<M::CENTER>(of.mean, of.mean_lo, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
         return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);  // errors_of_dx
     }

@@ -63,8 +63,8 @@ struct Call {
     bool rms = false, backward = false, in_pairs = false, nearest = false, accumulate = false;
 
     // The statistics, one float64 a row. in_pairs adds low parts and tails, nearest a spread >= rms(xhat); either needs marks.
-    double *mean = nullptr, *rest = nullptr, *rstd = nullptr;
-    double *rstd_low = nullptr, *tail = nullptr, *spread = nullptr;
+    double *mean = nullptr, *mean_lo = nullptr, *rstd = nullptr;
+    double *rstd_lo = nullptr, *mean_tail = nullptr, *spread = nullptr;
     uint8_t* marks = nullptr;
 
     // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. Partial sums of "fast" are added to

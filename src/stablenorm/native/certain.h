@@ -9,7 +9,7 @@
 //     mean(c**2): (H + 4) u of it
 //     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1)
 //     rstd: half of that and 3 u: the sum with eps, the root, the quotient
-//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + rest is k + d exactly, and b = (H + 1) u sqrt(q); where
+//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + mean_lo is k + d exactly, and b = (H + 1) u sqrt(q); where
 //         x rstd - mean rstd stands for (x - mean) rstd, b has M u more, with M = |mean| rstd
 //     y: a |gamma xhat| + b |gamma| + u |y|, with |gamma xhat| <= |y| + |beta|
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once

@@ -73,14 +73,14 @@ inline bool prepare(const Call& c) {
 // ---- sums ----
 
 // Some columns of a sum: pairs, the two sums that error bounds are made of, and the bounds.
-struct Block {
+struct ColumnSums {
     const double *high, *low;
     double *size, *other;
     double room[4][COLUMNS + 16], error[COLUMNS + 16];
 };
 constexpr double ZEROS[COLUMNS + 16] = {};
 
-inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
+inline void add_tiles(const Call& c, int which, Index start, Index count, ColumnSums& of) {
     Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4;
     // A tile of one part has low parts of 0.
     bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
@@ -106,7 +106,7 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
 }
 
 // Bounds the errors of sums of pairs or of float64.
-inline void find_errors(const Call& c, int which, Index count, Block& of) {
+inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
     // The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the reciprocal of its last bit.
     Errors worst = {0, 0};
     for (Index tile = 0; tile < c.tiles; tile++) worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
@@ -171,9 +171,9 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
                     Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
                     size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(row.spread, v)));
                 } else {
-                    double mean = LAYER ? c.mean[top + i] : 0, rest = LAYER ? c.rest[top + i] : 0, rstd = c.rstd[top + i];
+                    double mean = LAYER ? c.mean[top + i] : 0, mean_lo = LAYER ? c.mean_lo[top + i] : 0, rstd = c.rstd[top + i];
                     Errors of = errors_again<LAYER>(c, top + i, 0, chain);
-                    N xhat = fma(v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-rest * rstd));
+                    N xhat = fma(v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-mean_lo * rstd));
                     add(two_product(d, xhat));
                     size = fma(magnitude(d), fma(broadcast<8>(of.a), magnitude(xhat), broadcast<8>(of.b)), size);
                 }
@@ -187,7 +187,7 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
 
 // Sums the uncertified columns closely, with statistics in float64 and then in pairs, and rounds those that this certifies.
 // dbeta is certified where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
-template <class To> void finish_uncertified(const Call& c, int which, Index start, Index count, const Block& of, To* out, uint8_t* uncertified) {
+template <class To> void finish_uncertified(const Call& c, int which, Index start, Index count, const ColumnSums& of, To* out, uint8_t* uncertified) {
     Index columns[COLUMNS], remaining = 0;
     for (Index j = 0; j < count; j++)
         if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[remaining++] = j;
@@ -214,7 +214,7 @@ template <class To> void finish_uncertified(const Call& c, int which, Index star
 }
 
 // Writes partial sums, to be merged with others.
-inline void put_partial(const Block& of, bool bounded, Index count, double* out) {
+inline void put_partial(const ColumnSums& of, bool bounded, Index count, double* out) {
     for (Index j = 0; j < count; j++, out += 3) {
         Pair<double> sum = two_sum(of.high[j], of.low[j]);
         bool finite = magnitude(sum.high) < __builtin_inf();
@@ -224,7 +224,7 @@ inline void put_partial(const Block& of, bool bounded, Index count, double* out)
 
 // Adds up the tiles' sums of some columns and rounds each, with Ziv's rounding test by its own bound.
 inline void finish(const Call& c, int which, Index start, Index stop, bool unsummed) {
-    Block of;
+    ColumnSums of;
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
     bool partial = unsummed || c.sums_type[which] == PARTIAL;

@@ -53,7 +53,7 @@ Call sample_of(const Call& all, Index sample, double* room) {
     Call c = all;
     Index row = sample * c.rows;
     for (Rows* rows : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(rows->data, row * rows->stride);
-    for (double** words : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*words, row * 8);
+    for (double** words : {&c.mean, &c.mean_lo, &c.rstd, &c.rstd_lo, &c.mean_tail, &c.spread}) further(*words, row * 8);
     further(c.marks, row), further(c.gamma, sample * c.gamma_stride), further(c.beta, sample * c.beta_stride);
     for (int k = 0; k < 2; k++) {
         further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.uncertified[k], sample * 2 * c.n);

@@ -109,8 +109,8 @@ bool see_like_x(PyObject* object, PyObject* x, Rows& rows) {
 using Words = std::array<double**, WORDS>;
 Words words_of(Call& c) {
     bool layer = !c.rms, wide = c.x.type == F64;
-    return {layer ? &c.mean : nullptr, layer ? &c.rest : nullptr, &c.rstd, wide ? &c.rstd_low : nullptr,
-            layer && wide ? &c.tail : nullptr, c.nearest ? &c.spread : nullptr};
+    return {layer ? &c.mean : nullptr, layer ? &c.mean_lo : nullptr, &c.rstd, wide ? &c.rstd_lo : nullptr,
+            layer && wide ? &c.mean_tail : nullptr, c.nearest ? &c.spread : nullptr};
 }
 
 // Runs a call; true if all is done but marked rows and uncertified columns, false if nothing is.
@@ -272,7 +272,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (c.summing()) c.partial[1] = c.partial[0] + 3 * c.n;
         // Rows that the forward found out of range have no rstd_lo.
         for (Index i = 0; i < rows; i++)
-            c.marks[i] = c.rstd_low && c.rstd_low[i] != c.rstd_low[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
+            c.marks[i] = c.rstd_lo && c.rstd_lo[i] != c.rstd_lo[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
     }
     jobs::plan(c);
     if (!run(c, args[THREADS])) return declined();

@@ -1,8 +1,8 @@
 // The equations of rows.h in double-double: for float64, its mixtures, and rounding="nearest".
 //
-// Functions have the names and the order of rows.h, but not its code: float64 lanes fold rest * rstd and the slope
+// Functions have the names and the order of rows.h, but not its code: float64 lanes fold mean_lo * rstd and the slope
 // into constants, which would cost pairs their digits, and keep two rows in registers, for which pairs are too large. x - k
-// is exact as a pair for any k; k, and m, are 0 where the sampled elements differ in sign. The mean is mean + rest + tail,
+// is exact as a pair for any k; k, and m, are 0 where the sampled elements differ in sign. The mean is mean + mean_lo + mean_tail,
 // which do not overlap: the tail matters for rows whose mean is large beside their spread.
 //
 // The high part of a sum loses nothing; the low part gathers the rounding errors. As it grows it loses digits of its own:
@@ -17,7 +17,7 @@
 //     y: 4 H + 40, on |xhat|; dx: (14.74 H + 16 sqrt(n) + 238) / 3, on |xhat| 3 S: 7.2 n + 5.4 sqrt(n) + 375;
 //     dgamma: 4 H + 36 R + 8 T + 370, and on w 1.74 H + 101 sqrt(n) + 67.
 // `row_bound` and `sums_bound` are these, rounded up. Near rows leave out the tail, below
-// 2**-106 |mean| <= 32 u**2 sqrt(var / n), and round c.low - rest, of at most u (|c| + |mean|): both are within
+// 2**-106 |mean| <= 32 u**2 sqrt(var / n), and round c.low - mean_lo, of at most u (|c| + |mean|): both are within
 // the 64 u**2 sqrt(var / n) that the steps allow for a tail.
 #pragma once
 #include "back_rows.h"
@@ -43,16 +43,16 @@ INLINE Pairs broadcast_pair(Pair<double> a) { return {broadcast<P>(a.high), broa
 INLINE Pairs load_pair(const double* p, Index apart) { return {load<P>(p), load<P>(p + apart)}; }
 INLINE void store_pair(double* p, Index apart, Pairs a) { store(p, a.high), store(p + apart, a.low); }
 
-// The statistics of a row: mean + rest + tail, rstd, and `spread`, at least the root mean square of xhat.
+// The statistics of a row: mean + mean_lo + mean_tail, rstd, and `spread`, at least the root mean square of xhat.
 struct RowStats {
-    double mean = 0, rest = 0, tail = 0;
+    double mean = 0, mean_lo = 0, mean_tail = 0;
     Pair<double> rstd = {};
     double spread = 0;
 };
 struct Stats {
-    double mean[GROUP], rest[GROUP], tail[GROUP], rstd[GROUP], rstd_low[GROUP];
+    double mean[GROUP], mean_lo[GROUP], mean_tail[GROUP], rstd[GROUP], rstd_lo[GROUP];
     double square[GROUP], v[GROUP], spread[GROUP], excess[GROUP];  // excess: d**2 - 2 var, > 0 for a bad guess
-    RowStats at(int r) const { return {mean[r], rest[r], tail[r], {rstd[r], rstd_low[r]}, spread[r]}; }
+    RowStats at(int r) const { return {mean[r], mean_lo[r], mean_tail[r], {rstd[r], rstd_lo[r]}, spread[r]}; }
 };
 
 // The sums along the rows of a group, each reduced to the lanes of one register.
@@ -117,11 +117,11 @@ INLINE Pair<double> reciprocal(double n) { return {1 / n, fma(-1 / n, n, 1) / n}
 NOINLINE inline void finish_statistics(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
     Pairs share = broadcast_pair(reciprocal((double)n));
     Pairs d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);
-    Pairs mean = two_sum(load<GROUP>(k), d.high), rest = two_sum(mean.low, d.low);
+    Pairs mean = two_sum(load<GROUP>(k), d.high), mean_lo = two_sum(mean.low, d.low);
     Pairs var = settled(square - settled(d * d)), v = settled(var + broadcast<GROUP>(eps)), rstd = reciprocal_root(v);
     double vars[GROUP];
-    store(of.mean, mean.high), store(of.rest, rest.high), store(of.tail, rest.low);
-    store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
+    store(of.mean, mean.high), store(of.mean_lo, mean_lo.high), store(of.mean_tail, mean_lo.low);
+    store(of.rstd, rstd.high), store(of.rstd_lo, rstd.low), store(of.square, square.high), store(of.v, v.high);
     store(of.excess, d.high * d.high - (var.high + var.high)), store(vars, var.high);
     for (int r = 0; r < GROUP; r++) of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
 }
@@ -152,23 +152,23 @@ template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* 
     return false;
 }
 
-// Constants of a row: -mean, -rest, -tail, rstd and its spread.
+// Constants of a row: -mean, -mean_lo, -mean_tail, rstd and its spread.
 struct Row {
-    N mean, rest, tail;
+    N mean, mean_lo, mean_tail;
     Pairs rstd;
     N spread;
     INLINE explicit Row(const RowStats& of)
-        : mean(broadcast<P>(-of.mean)), rest(broadcast<P>(-of.rest)), tail(broadcast<P>(-of.tail)), rstd(broadcast_pair(of.rstd)), spread(broadcast<P>(of.spread)) {}
+        : mean(broadcast<P>(-of.mean)), mean_lo(broadcast<P>(-of.mean_lo)), mean_tail(broadcast<P>(-of.mean_tail)), rstd(broadcast_pair(of.rstd)), spread(broadcast<P>(of.spread)) {}
 };
 
 // NO_TAIL: for rows near zero.
 template <bool LAYER, bool NO_TAIL = false> INLINE Pairs xhat_of(N v, const Row& row) {
     if (!LAYER) return row.rstd * v;
     Pairs c = two_sum(v, row.mean);
-    if (NO_TAIL) return Pairs{c.high, c.low + row.rest} * row.rstd;
-    // fast_two_sum holds: |rest| is at most half an ulp of the mean, and c is 0 or no smaller.
-    Pairs d = fast_two_sum(c.high, row.rest);
-    return Pairs{d.high, (d.low + c.low) + row.tail} * row.rstd;
+    if (NO_TAIL) return Pairs{c.high, c.low + row.mean_lo} * row.rstd;
+    // fast_two_sum holds: |mean_lo| is at most half an ulp of the mean, and c is 0 or no smaller.
+    Pairs d = fast_two_sum(c.high, row.mean_lo);
+    return Pairs{d.high, (d.low + c.low) + row.mean_tail} * row.rstd;
 }
 
 // gamma + gamma_offset as pairs, and beta or null.

@@ -20,9 +20,9 @@ NOINLINE inline void spoil_results(const Call& c, const Own& own, Index i) {
 
 // Writes NaN into the results and statistics of a row of the forward.
 NOINLINE inline void spoil_row(const Call& c, const Own& own, Index i) {
-    for (double* word : {c.mean, c.rest, c.rstd, c.spread})
+    for (double* word : {c.mean, c.mean_lo, c.rstd, c.spread})
         if (word) word[i] = __builtin_nan("");
-    for (double* word : {c.tail, c.rstd_low})
+    for (double* word : {c.mean_tail, c.rstd_lo})
         if (word) word[i] = 0;
     spoil_results(c, own, i);
 }
@@ -33,10 +33,10 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
     measure_tile<LAYER, double, Stats>(c, own, tile, [&](Index top, int count, const double* const* x, const Stats& of) {
         for (int r = 0; r < count; r++) {
             Index i = top + r;
-            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
-            if (c.tail) c.tail[i] = of.tail[r];
+            if (LAYER && c.mean_lo) c.mean[i] = of.mean[r], c.mean_lo[i] = of.mean_lo[r];
+            if (c.mean_tail) c.mean_tail[i] = of.mean_tail[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
-            if (c.rstd_low) c.rstd_low[i] = of.rstd_low[r];
+            if (c.rstd_lo) c.rstd_lo[i] = of.rstd_lo[r];
             if (c.spread) c.spread[i] = of.spread[r];
             c.marks[i] = 0;
             if (is_out_of_range(of, r, x[r], c.n, LAYER)) {
@@ -45,7 +45,7 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
                     continue;
                 }
                 c.marks[i] = UNCERTIFIED;
-                if (c.rstd_low) c.rstd[i] = 0, c.rstd_low[i] = __builtin_nan("");
+                if (c.rstd_lo) c.rstd[i] = 0, c.rstd_lo[i] = __builtin_nan("");
             }
             if (c.marks[i]) continue;
             // Near rows, n mean**2 <= 2**10 var, do without the tail: 9 % of the forward's time.
@@ -74,9 +74,9 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
     Pair<double> range = range_of(of.dy, c.n);
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return false;
     of.x = row_as<double>(c, c.x, i, own.x[0] + apart), of.m = {0, 0};
-    if (c.rstd_low) {
-        of.stats = {0, 0, 0, {c.rstd[i], c.rstd_low[i]}, c.spread ? c.spread[i] : 0};
-        if (LAYER) of.stats.mean = c.mean[i], of.stats.rest = c.rest[i], of.stats.tail = c.tail[i];
+    if (c.rstd_lo) {
+        of.stats = {0, 0, 0, {c.rstd[i], c.rstd_lo[i]}, c.spread ? c.spread[i] : 0};
+        if (LAYER) of.stats.mean = c.mean[i], of.stats.mean_lo = c.mean_lo[i], of.stats.mean_tail = c.mean_tail[i];
     } else {
         Stats stats;
         statistics<LAYER>(&of.x, c, 1, stats);

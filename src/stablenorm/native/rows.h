@@ -5,7 +5,7 @@
 // mean = k + d and var = s - d**2, for any k. The guess is the mean of 8 elements (NEAREST: 64), rounded to float32; x - k is
 // exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows d**2 <= 2 var, a
 // loss of log2(3) bits, and else repeats pass 1 with k + d, rounded: no element is nearer to the mean, so then d**2 <= var.
-// The sum mean + rest is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - rest) * rstd * gamma + beta.
+// The sum mean + mean_lo is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - mean_lo) * rstd * gamma + beta.
 //
 // Backward (back_rows.h). m, the smallest of four g = gamma * dy, is subtracted from g, so that g - m is 0 where g is
 // constant. Pass 1 (`pull`) sums A = mean(g - m) and B = mean((g - m) * xhat); B is mean((g - mean(g)) * xhat), since
@@ -39,9 +39,9 @@ template <bool LAYER_, bool CENTER_, bool NEAREST_> struct Mode {
     static constexpr bool LAYER = LAYER_, CENTER = CENTER_, NEAREST = NEAREST_;
 };
 
-// The statistics of a group of rows: xhat is (x - mean - rest) * rstd.
+// The statistics of a group of rows: xhat is (x - mean - mean_lo) * rstd.
 struct Stats {
-    double mean[GROUP], rest[GROUP], rstd[GROUP];
+    double mean[GROUP], mean_lo[GROUP], rstd[GROUP];
     double d[GROUP], square[GROUP];  // means of x - k and of its square
 };
 
@@ -123,8 +123,8 @@ template <class T> INLINE double better_guess_of(const T* x) {
 // A comment at the end of a line bounds the error of its result, in the symbols of certain.h.
 INLINE void finish_statistics(double k, double d, double square, double eps, Stats& of, int r) {
     double var = square - d * d;  // u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1) / rstd**2
-    double mean = k + d, part = mean - k, rest = (k - (mean - part)) + (d - part);  // no error: mean + rest is k + d
-    of.mean[r] = mean, of.rest[r] = rest, of.d[r] = d, of.square[r] = square;
+    double mean = k + d, part = mean - k, mean_lo = (k - (mean - part)) + (d - part);  // no error: mean + mean_lo is k + d
+    of.mean[r] = mean, of.mean_lo[r] = mean_lo, of.d[r] = d, of.square[r] = square;
     // Clamp at 0: rounding can make s - d**2 slightly negative. The comparison keeps NaN.
     double v = (var < 0 ? 0 : var) + eps;
     // v - v is NaN for an infinite row of an RMS norm: an infinity spoils its row, as it does through the mean of a layer norm.
@@ -161,8 +161,8 @@ struct Uncertified {
 INLINE bool is_far(double m) { return m > 8; }
 
 // The constant term of xhat: xhat is x * rstd or, CENTER, (x - mean) * rstd, plus this.
-template <bool CENTER> INLINE double constant_of(double mean, double rest, double rstd) {
-    return CENTER ? -rest * rstd : fma(-mean, rstd, -rest * rstd);
+template <bool CENTER> INLINE double constant_of(double mean, double mean_lo, double rstd) {
+    return CENTER ? -mean_lo * rstd : fma(-mean, rstd, -mean_lo * rstd);
 }
 
 // Computes y of a register of columns.
@@ -170,7 +170,7 @@ template <class M, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
     INLINE Affine(const Stats& of, int r)
-        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(constant_of<M::CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
+        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(constant_of<M::CENTER>(of.mean[r], of.mean_lo[r], of.rstd[r]))) {}
     INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
         Lanes<Y> xhat = M::CENTER ? fma(minus(v, mean), rstd, s) : M::NEAREST ? fma(v, rstd, s) : v * rstd;  // a |xhat| + b
         return fma(xhat, scale, shift);  // a |gamma xhat| + b |gamma| + u |y|

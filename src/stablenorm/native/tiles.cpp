@@ -10,7 +10,7 @@ template <class Redo> void do_again(const Call& c, Tile tile, Redo redo) {
     Call alone = c;
     alone.in_pairs = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // Keep the statistics of the first attempt.
-    alone.mean = alone.rest = alone.rstd = alone.spread = nullptr;
+    alone.mean = alone.mean_lo = alone.rstd = alone.spread = nullptr;
     for (Index i = tile.first, stop; i < tile.stop; i = stop) {
         uint8_t mark = c.marks[i];
         for (stop = i + 1; stop < tile.stop && c.marks[stop] == mark && mark != (UNCERTIFIED | UNSUMMED);) stop++;
@@ -34,7 +34,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
         double bounds[GROUP];
         for (int r = 0; r < count; r++) {
             Index i = top + r;
-            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
+            if (LAYER && c.mean_lo) c.mean[i] = of.mean[r], c.mean_lo[i] = of.mean_lo[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
@@ -91,7 +91,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart);
             double* kept = own.kept + (which * R + r) * 2 * c.padded_n();
             Back<T>& of = rows[which][r];
-            of = {dy, x, M::LAYER ? c.mean[i + r] : 0, M::LAYER ? c.rest[i + r] : 0, c.rstd[i + r], M::LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.padded_n()};
+            of = {dy, x, M::LAYER ? c.mean[i + r] : 0, M::LAYER ? c.mean_lo[i + r] : 0, c.rstd[i + r], M::LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.padded_n()};
             if (!M::NEAREST) continue;
             of.errors = errors_again<M::LAYER>(c, i + r, M::CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
             if (__builtin_expect(of.errors.a < HARD && of.errors.b < HARD, 1)) {
