@@ -301,7 +301,7 @@ SAID = [
     # No gradient but dx is found, or no parameter.
     (HIDDEN, "--shape 2 4", 0, NO_OTHERS),
     (HIDDEN.replace("- mean ", ""), "--shape 2 4", 1, f"{NO_OTHERS}|the mean of g is missing from dx"),
-    (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta is found: dx alone is judged"),
+    (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta found: the check judges dx alone"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
     # An RMS norm, by its name or by --kind; an offset of gamma.
     *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
@@ -332,7 +332,7 @@ SAID = [
     ("def layer_norm_forward(:", "", 2, "SyntaxError: invalid syntax at mine.py:1\n"),
     ("\n\n1 / 0", "", 2, "ZeroDivisionError: division by zero at mine.py:3\n"),
     ("import torch_is_not_here", "", 2, "ModuleNotFoundError: No module named"),
-    ("import sys\nsys.exit(3)", "", 2, "SystemExit: 3 at mine.py:2; put what is not to be run"),
+    ("import sys\nsys.exit(3)", "", 2, "SystemExit: 3 at mine.py:2; put the script part under"),
     ("input('Which one? ')", "", 2, "EOFError: EOF when reading a line at mine.py:1"),
     ("\x00", "", 2, "null bytes"),
     ("", "", 2, "must have layer_norm_forward, or name one with --forward; it has no functions\n"),

@@ -46,7 +46,7 @@ SWAPPED = X.astype(X.dtype.newbyteorder())
         # A dx beyond the largest float32 is infinity, correctly rounded; nothing else can tell.
         ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "", "an output overflows|No check failed."),
         ({"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]}, "",
-         "dy not given: random N(0, 1), seed 0; not used: bias, weight"),
+         "no dy in the file: random N(0, 1), seed 0; not used: bias, weight"),
     ],
 )  # fmt: skip
 def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, tmp_path, capsys):
