@@ -73,8 +73,8 @@ def test_nan_and_inf_stay_in_their_row_and_columns(
 
     def results(x, gamma, beta, dy, old):
         case = x, gamma, None if "without" in what else beta, 0.0, dy
-        given = {"accumulate": (old, old)} if what == "old" else {}
-        return compute(case, kind, rounding=rounding, backend=backend, **given)
+        keywords = {"accumulate": (old, old)} if what == "old" else {}
+        return compute(case, kind, rounding=rounding, backend=backend, **keywords)
 
     clean = results(**arrays)
     for bad in (-np.nan, -np.inf):
@@ -86,14 +86,14 @@ def test_nan_and_inf_stay_in_their_row_and_columns(
             spoiled["x"][1] = 0
         if what == "signs":
             spoiled["dy"][[0, -1], 2] = bad, -bad
-        x, gamma, beta, dy, old = (each.astype(np.float64) for each in spoiled.values())
+        x, gamma, beta, dy, old = (array.astype(np.float64) for array in spoiled.values())
         # By the formula of RMS norm, an infinite x would leave zeros beside it.
         x[~np.isfinite(x).all(axis=1)] = np.nan
-        y, kept = plain_forward(x, gamma, beta, 0.0, kind)
-        dx, *sums = plain_backward(dy, kept, kind)
+        y, cache = plain_forward(x, gamma, beta, 0.0, kind)
+        dx, *sums = plain_backward(dy, cache, kind)
         # It depends on the order of sums, which elements of such a row are infinite.
         dx[~np.isfinite(dx).all(axis=1)] = np.nan
-        sums = (each + old if what == "old" else each for each in sums)
+        sums = (total + old if what == "old" else total for total in sums)
         right = dict(zip(NAMES, (y, dx, *sums), strict=True))
         for output, actual in results(**spoiled).items():
             expected, lost = right[output], ~np.isfinite(right[output])
@@ -131,7 +131,7 @@ def test_layers_hold_what_they_say_and_pass_on_the_rest(rng, dtype, axis, layer,
 
 def test_parameters_of_a_layer():
     parameters = sn.LayerNorm(4, gamma=False, dtype="bfloat16").parameters
-    assert {name: each.dtype for name, each in parameters.items()} == {"beta": ml_dtypes.bfloat16}
+    assert {name: array.dtype for name, array in parameters.items()} == {"beta": ml_dtypes.bfloat16}
 
 
 # ---- the statistics that a cache shows ----
@@ -217,10 +217,10 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     residual[:3] = 1 + 2.0**-8, 1 + 2.0**-8, 2.0**-24 + 2.0**-70
     x, residual = x.astype(dtype)[None], residual.astype(second)[None]
     sums = (rational(x) + rational(residual)).flat
-    expected = np.array([[nearest(each, dtype) for each in sums]]).astype(dtype)
+    expected = np.array([[nearest(value, dtype) for value in sums]]).astype(dtype)
     exact = sn.exact_layer_norm(x, residual=residual)
-    found = (sn.layer_norm_forward(x, residual=residual, backend=each)[1].x for each in BACKENDS)
-    assert_same([exact.x, *found], [expected] * (1 + len(BACKENDS)))
+    actual = (sn.layer_norm_forward(x, residual=residual, backend=name)[1].x for name in BACKENDS)
+    assert_same([exact.x, *actual], [expected] * (1 + len(BACKENDS)))
     of_sum = sn.exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), of_sum)
 
@@ -235,11 +235,11 @@ def test_gamma_less_an_offset(kind, dtype, rng):
     x, dy = rng.standard_normal((4, 64)), np.resize([3, 1, 1 / 3, -1.1], (4, 1)).repeat(64, axis=1)
     gamma = rng.integers(-40, 40, 64) / 40 * 2.0 ** rng.integers(-12, 1, 64)
     gamma[:20] *= 2.0**-70
-    x, gamma, beta, dy = (each.astype(dtype) for each in (x, gamma, gamma, dy))
+    x, gamma, beta, dy = (array.astype(dtype) for array in (x, gamma, gamma, dy))
     for offset in (1.0, -0.7, 2.0**-60):
         assert_right(Case(x, gamma, beta, 1e-6, dy), kind, gamma_offset=offset)
     # xhat is 1 and -1, and y is gamma, which one float64 loses beside 1.
-    x, beta, dy = (np.array([[each, -each]], dtype) for each in (3.0, -1.0, 2.0))
+    x, beta, dy = (np.array([[value, -value]], dtype) for value in (3.0, -1.0, 2.0))
     gamma = np.array([2.0**-70, -(2.0**-71)], dtype)
     assert_right(Case(x, gamma, beta[0], 0.0, dy), kind, gamma_offset=1.0)
 
@@ -255,10 +255,10 @@ def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
     forward, backward, _ = NORMS[kind]
     exact = NORMS[kind][2](x, np.ones(3), np.ones(3), 0.0, dy=dy, dsum=dsum, where=where)
     y, cache = forward(x, np.ones(3), np.ones(3), 0.0, where=where, backend=backend)
-    found = backward(dy, cache, dsum=dsum)._asdict() | {"y": y}
+    results = backward(dy, cache, dsum=dsum)._asdict() | {"y": y}
     assert y[0, 2] == 0.0
-    assert found["dx"][0, 2] == 0.1
-    assert_contract(exact, found)
+    assert results["dx"][0, 2] == 0.1
+    assert_contract(exact, results)
     y[0, 2] = np.nan
     assert not exact.check_contract(y=y)["y"].passed
 
@@ -297,8 +297,8 @@ def test_large_means_of_the_cotangents_cost_nothing(rng, size):
     ddx[0, abs(x - x.mean()).argmin()] += 1
     exact = exactly((x, ones, beta, 1e-3, dy), ddx=ddx, ddgamma=zeros, ddbeta=beta)
     cache = sn.layer_norm_forward(x, ones, beta, 1e-3)[1]
-    found = sn.layer_norm_double_backward(ddx, dy, cache, ddgamma=zeros, ddbeta=beta)
-    assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), found, strict=True)))
+    results = sn.layer_norm_double_backward(ddx, dy, cache, ddgamma=zeros, ddbeta=beta)
+    assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), results, strict=True)))
     assert_contract(exact, {"ddy": sn.layer_norm_jvp(ddx, cache, zeros, beta)})
 
 
@@ -307,9 +307,9 @@ def test_second_order_of_rows_out_of_range_is_nan_and_of_others_as_it_is(rng):
     tx, x, dy = rng.standard_normal((3, 4, 9))
     few = sn.layer_norm_jvp(tx, sn.layer_norm_forward(x)[1])
     x[1:3] *= np.array([[1e250], [1e-250]])
-    found = sn.layer_norm_jvp(tx, sn.layer_norm_forward(x)[1])
-    assert np.isnan(found[1:3]).all()
-    np.testing.assert_array_equal(found[[0, 3]], few[[0, 3]])
+    ty = sn.layer_norm_jvp(tx, sn.layer_norm_forward(x)[1])
+    assert np.isnan(ty[1:3]).all()
+    np.testing.assert_array_equal(ty[[0, 3]], few[[0, 3]])
     ddy, dx, dgamma = sn.layer_norm_double_backward(tx, dy, sn.layer_norm_forward(x, np.ones(9))[1])
     assert np.isnan(ddy[1:3]).all()
     assert (np.isnan(dx).all(axis=1) == [False, True, True, False]).all()
@@ -327,17 +327,17 @@ def test_second_order_of_a_masked_row_is_that_of_what_counts(rng, kind, whole):
     shown = np.broadcast_to(mask, x.shape)
     x[~shown] = dy[~shown] = ddx[~shown] = np.nan
 
-    def second(rows, some, names=("ddx", "ddgamma", "ddbeta"), **where):
-        case = x[rows, some], gamma[some], beta[some], 1e-5, dy[rows, some]
-        given = zip(names, (ddx[rows, some], ddgamma[some], ddbeta[some]), strict=True)
-        return compute(case, kind, **dict(given), **where)
+    def second(rows, js, names=("ddx", "ddgamma", "ddbeta"), **where):
+        case = x[rows, js], gamma[js], beta[js], 1e-5, dy[rows, js]
+        keywords = zip(names, (ddx[rows, js], ddgamma[js], ddbeta[js]), strict=True)
+        return compute(case, kind, **dict(keywords), **where)
 
-    found = second(..., slice(None), where=mask)
+    results = second(..., slice(None), where=mask)
     ty = second(..., slice(None), ("tx", "tgamma", "tbeta"), where=mask)["ty"]
-    np.testing.assert_array_equal(found["ddy"], ty)
-    expected = {name: np.zeros_like(each) for name, each in found.items()}
-    for i, some in enumerate(shown):
-        for name, alone in second(i, some).items() if some.any() else ():
-            expected[name][(some if name == "dgamma" else (i, some))] += alone
+    np.testing.assert_array_equal(results["ddy"], ty)
+    expected = {name: np.zeros_like(array) for name, array in results.items()}
+    for i, js in enumerate(shown):
+        for name, alone in second(i, js).items() if js.any() else ():
+            expected[name][(js if name == "dgamma" else (i, js))] += alone
     for name, right in expected.items():
-        np.testing.assert_allclose(found[name], right, rtol=0, atol=1e-13 * np.abs(right).max())
+        np.testing.assert_allclose(results[name], right, rtol=0, atol=1e-13 * np.abs(right).max())

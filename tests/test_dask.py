@@ -19,9 +19,9 @@ def scheduler(request):
         yield request.param
 
 
-def same(found, expected):
-    assert_same(found, expected)
-    assert [np.shape(each) for each in found] == [np.shape(each) for each in expected]
+def same(actual, expected):
+    assert_same(actual, expected)
+    assert [np.shape(array) for array in actual] == [np.shape(array) for array in expected]
 
 
 def cut(rng, array, axes=(-1,)):
@@ -39,7 +39,7 @@ def make(rng, dtype=np.float32, shape=(5, 9, 8)):
     x, dy = rng.standard_normal((2, *shape)) + 3
     x[:2], dy[:2] = rng.integers(-3, 4, (2, 2, *shape[1:]))
     gamma, beta = rng.integers(1, 4, (2, shape[-1]))
-    return tuple(each.astype(dtype) for each in (x, gamma, beta, dy))
+    return tuple(array.astype(dtype) for array in (x, gamma, beta, dy))
 
 
 def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
@@ -52,14 +52,14 @@ def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
     return zeros.map_blocks(never, dtype=dtype, meta=np.empty((0,) * len(shape), dtype))
 
 
-def results(case, chunked, kind="layer", pulled=None, **given):
+def results(case, chunked, kind="layer", pulled=None, **keywords):
     """Return y, the statistics and the gradients: of the whole call, and lazy ones."""
     forward, backward, _ = NORMS[kind]
-    lazy = {name: chunked(each) for name, each in given.items() if name in ("residual", "where")}
+    lazy = {name: chunked(v) for name, v in keywords.items() if name in ("residual", "where")}
     both = []
-    for wrap, options in ((np.asarray, given), (chunked, given | lazy)):
+    for wrap, options in ((np.asarray, keywords), (chunked, keywords | lazy)):
         y, cache = forward(wrap(case[0]), *case[1:4], **options)
-        pull = {name: wrap(each) for name, each in (pulled or {}).items()}
+        pull = {name: wrap(array) for name, array in (pulled or {}).items()}
         gradients = backward(wrap(case[4]), cache, **pull)
         asked = backward(wrap(case[4]), cache, wrt=("beta", "x")) if pulled else ()
         both.append((y, cache.mean, cache.rstd, *gradients, *asked))
@@ -76,13 +76,13 @@ def test_families(name, dtype, rng):
     kind = sorted(NORMS)[rng.random() < 0.3]
     for rounding in ("fast", "nearest"):
         expected, lazy = results(case, lambda a: cut(rng, a), kind, rounding=rounding, **how)
-        found = dask.compute(lazy, scheduler="synchronous")[0]
+        actual = dask.compute(lazy, scheduler="synchronous")[0]
         count = None if rounding == "nearest" else 4
-        same(found[:count], expected[:count])
+        same(actual[:count], expected[:count])
         if rounding == "fast":
-            assert_contract(exactly(case, kind), {"dgamma": found[4], "dbeta": found[5]})
+            assert_contract(exactly(case, kind), {"dgamma": actual[4], "dbeta": actual[5]})
             # Other schedulers compute the blocks elsewhere and in another order.
-            same(dask.compute(lazy, scheduler="threads", num_workers=3)[0], found)
+            same(dask.compute(lazy, scheduler="threads", num_workers=3)[0], actual)
 
 
 @pytest.mark.usefixtures("scheduler")
@@ -99,12 +99,12 @@ def test_axes_leading_gammas_masks_and_what_is_added(rng, axis, lead, mask):
     axes = axis if isinstance(axis, tuple) else (axis,)
     gamma = rng.standard_normal(lead + tuple(x.shape[i] for i in sorted(i % 3 for i in axes)))
     inside = mask in ((5, 9, 8), (8,))
-    given = {} if mask is None else {"where": rng.integers(0, 2, mask) == 1}
+    where = {} if mask is None else {"where": rng.integers(0, 2, mask) == 1}
     expected, lazy = results(
         Case(x, gamma.astype(np.float32), None, 1e-5, dy),
         lambda a: cut(rng, a, axes) if a.ndim > 1 else a,
         pulled={"dsum": dsum},
-        **given | {"axis": axis, "residual": residual, "rounding": "fast" if inside else "nearest"},
+        **where | {"axis": axis, "residual": residual, "rounding": "fast" if inside else "nearest"},
     )
     count = 4 if inside else None
     same(dask.compute(lazy)[0][:count], expected[:count])
@@ -124,11 +124,11 @@ def test_gamma_and_beta_may_be_dask_arrays_and_bytes_in_any_order(rng):
 
 def of_rows(case, **options):
     """Return dgamma and dbeta of blocks of a row each, and of the whole call."""
-    x, dy = (da.from_array(each, chunks=(1, -1)) for each in (case.x, case.dy))
+    x, dy = (da.from_array(array, chunks=(1, -1)) for array in (case.x, case.dy))
     _, cache = sn.layer_norm_forward(x, *case[1:4], **options)
-    found = dask.compute(sn.layer_norm_backward(dy, cache)[1:], scheduler="synchronous")[0]
+    sums = dask.compute(sn.layer_norm_backward(dy, cache)[1:], scheduler="synchronous")[0]
     whole = compute(case, **options)
-    return found, (whole["dgamma"], whole["dbeta"])
+    return sums, (whole["dgamma"], whole["dbeta"])
 
 
 @pytest.mark.parametrize("size", [1.7e308, 2.0**-1060, 1.0])
@@ -138,10 +138,10 @@ def test_what_cancels_between_parts_leaves_the_rest(size, rng):
     x[8:] = x[:4]
     dy[4:8] *= 2.0**-1050
     case = Case(x, np.ones(5), np.ones(5), 1e-5, dy)
-    found, expected = of_rows(case, rounding="nearest")
-    same(found, expected)
-    assert found[1].any()
-    assert np.isfinite(found[0]).all()
+    sums, expected = of_rows(case, rounding="nearest")
+    same(sums, expected)
+    assert sums[1].any()
+    assert np.isfinite(sums[0]).all()
     (dgamma, dbeta), _ = of_rows(case)
     assert_contract(exactly(case), {"dgamma": dgamma, "dbeta": dbeta})
 
@@ -243,9 +243,9 @@ def test_nothing_is_computed_before_it_is_asked_for():
         (lambda x: sn.rms_norm_backward(x, sn.layer_norm_forward(x)[1]), ValueError, "pass this one to layer"),
         (lambda x: sn.layer_norm_backward(x, sn.layer_norm_forward(x)), TypeError, "write y, cache ="),
         (lambda x: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], wrt="dx"), ValueError, "wrt must"),
-        *((lambda x, given=given: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], **given), ValueError,
-           f"{next(iter(given))} cannot be combined with a Dask array.*; ")
-          for given in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": (1, None, None)})),
+        *((lambda x, options=options: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], **options), ValueError,
+           f"{next(iter(options))} cannot be combined with a Dask array.*; ")
+          for options in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": (1, None, None)})),
         (sn.diagnose, TypeError, r"x must be an array in memory, got a Dask array; pass x.compute\(\)"),
         (lambda x: sn.layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),
     ],

@@ -76,10 +76,10 @@ def simulate(method, case, lanes):
 def sums(v, lanes):
     """Sum element i into sum i mod `lanes`, a power of two, and these by halves."""
     parts = np.pad(v, ((0, 0), (0, -v.shape[1] % lanes))).reshape(len(v), -1, lanes)
-    found = np.add.accumulate(parts, axis=1)[:, -1]
-    while (half := found.shape[1] // 2) > 0:
-        found = found[:, :half] + found[:, half:]
-    return found[:, 0]
+    totals = np.add.accumulate(parts, axis=1)[:, -1]
+    while (half := totals.shape[1] // 2) > 0:
+        totals = totals[:, :half] + totals[:, half:]
+    return totals[:, 0]
 
 
 # In sixteen running sums, as vectorized code, and pairwise.
@@ -87,8 +87,8 @@ def sums(v, lanes):
 @pytest.mark.parametrize("method", METHODS["layer"])
 def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases):
     predicted = np.concatenate([case.predicted[method] for case in cases])
-    each = [measure_bits(simulate(method, case, lanes), case) for case in cases]
-    measured = np.concatenate(each)
+    bits = [measure_bits(simulate(method, case, lanes), case) for case in cases]
+    measured = np.concatenate(bits)
     # The gate of the project: 2 bits, 95 % of rows. And losses there must be, or it says nothing.
     assert (np.abs(predicted - measured) <= 2).mean() >= 0.95
     assert (measured >= 8).mean() > 0.1
@@ -111,8 +111,8 @@ def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
         g -= along * (g @ along) / (along @ along)
         g -= g.mean()
     steps = np.eye(n) * 1e-30j
-    found = diagnose(x[None], eps).per_row
-    for i, condition in enumerate((found.condition_y[0], found.condition_dx[0])):
+    per_row = diagnose(x[None], eps).per_row
+    for i, condition in enumerate((per_row.condition_y[0], per_row.condition_dx[0])):
         jacobian = np.array([xhat_and_dx(x + step)[i].imag / 1e-30 for step in steps]).T
         size = np.linalg.norm(xhat_and_dx(x)[i])
         expected = np.linalg.norm(jacobian, 2) * np.linalg.norm(x) / size
@@ -153,11 +153,11 @@ SPECIAL_ROWS = [
 
 @pytest.mark.parametrize(("kind", "x", "expected"), SPECIAL_ROWS)
 def test_a_row_has_its_marks_and_no_other(kind, x, expected):
-    found = diagnose(x[None].astype(np.float32), kind=kind)
-    assert set(found.worst[0].marks) == expected
-    assert {name for name, count in found.summary.marks.items() if count} == expected
-    assert found.per_row.marks[:, 0].tolist() == [name in expected for name in SPECIAL[kind]]
-    assert kind == "layer" or found.worst[0].mean == 0 or "not finite" in expected
+    diagnosis = diagnose(x[None].astype(np.float32), kind=kind)
+    assert set(diagnosis.worst[0].marks) == expected
+    assert {name for name, count in diagnosis.summary.marks.items() if count} == expected
+    assert diagnosis.per_row.marks[:, 0].tolist() == [name in expected for name in SPECIAL[kind]]
+    assert kind == "layer" or diagnosis.worst[0].mean == 0 or "not finite" in expected
     # Without variance and eps there is no y.
     undefined = bool(expected & {"constant", "zero"})
     without = diagnose(x[None], 0.0, kind=kind)
@@ -171,12 +171,12 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     x[60] += 2e4
     x[80] = 3.0
     x[93, 5] = np.nan
-    found = diagnose(x, 0.0, top=4)
-    assert [row.index for row in found.worst] == [93, 80, 17, 60]
-    assert found.worst[0].advice == "row 93: not finite: 1 of 96 elements, the first at 5"
-    assert found.worst[2].advice.startswith("row 17: |mean|/std = 4")
-    assert "; a float32 two-pass loses 15 of 24 bits of y, " in found.worst[2].advice
-    assert found.per_row.mean.shape == (100,)
+    diagnosis = diagnose(x, 0.0, top=4)
+    assert [row.index for row in diagnosis.worst] == [93, 80, 17, 60]
+    assert diagnosis.worst[0].advice == "row 93: not finite: 1 of 96 elements, the first at 5"
+    assert diagnosis.worst[2].advice.startswith("row 17: |mean|/std = 4")
+    assert "; a float32 two-pass loses 15 of 24 bits of y, " in diagnosis.worst[2].advice
+    assert diagnosis.per_row.mean.shape == (100,)
 
 
 def test_a_constant_row_is_measured_against_one():
@@ -187,13 +187,13 @@ def test_a_constant_row_is_measured_against_one():
 
 def test_an_overflow_in_a_narrower_dtype_is_told():
     with pytest.warns(RuntimeWarning, match="overflow"):
-        found = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
-    assert found.summary.marks["not finite"] == 2
+        diagnosis = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
+    assert diagnosis.summary.marks["not finite"] == 2
 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_plot_shows_every_method(kind, tmp_path):
-    found = diagnose(NOISE[None], kind=kind)
-    found.plot(tmp_path / "lost.svg")
+    diagnosis = diagnose(NOISE[None], kind=kind)
+    diagnosis.plot(tmp_path / "lost.svg")
     shown = (tmp_path / "lost.svg").read_text("utf-8")
-    assert [title for title in found.methods.values() if title not in shown] == []
+    assert [title for title in diagnosis.methods.values() if title not in shown] == []

@@ -73,7 +73,7 @@ FIGURES = {
 
 def test_no_figure_is_written_by_hand():
     sources = [*READ_ON_THE_WEB, *(ROOT / "src" / "stablenorm").rglob("*.py")]
-    found = {}
+    handwritten = {}
     for path in sources:
         text = path.read_text("utf-8")
         if path.suffix == ".py":
@@ -82,8 +82,8 @@ def test_no_figure_is_written_by_hand():
         text = re.sub(r"(?ms)^```.*?^```", "", text)
         top = "/".join(path.relative_to(ROOT).parts[:2])
         if FIGURE.search(text) and top != "docs/evidence":
-            found.setdefault(top, []).append(path.stem)
-    assert {top: " ".join(sorted(names)) for top, names in found.items()} == FIGURES
+            handwritten.setdefault(top, []).append(path.stem)
+    assert {top: " ".join(sorted(names)) for top, names in handwritten.items()} == FIGURES
 
 
 @pytest.mark.parametrize("path", READ_ON_THE_WEB, ids=lambda path: str(path.relative_to(ROOT)))
@@ -95,8 +95,8 @@ def test_the_scripts_and_tests_that_pages_name_are_there():
     text = "".join(page.read_text("utf-8") for page in READ_ON_THE_WEB)
     named = set(re.findall(r"\b((?:benchmarks|tests|examples)/\w+\.py)(?:::(\w+))?", text))
     assert sum(bool(test) for _, test in named) > 20
-    there = {file: (ROOT / file).exists() and (ROOT / file).read_text("utf-8") for file, _ in named}
-    missing = [each for each in sorted(named) if f"def {each[1]}" not in (there[each[0]] or "")]
+    sources = {file: (ROOT / file).read_text("utf-8") for file, _ in named}
+    missing = [(file, test) for file, test in sorted(named) if f"def {test}" not in sources[file]]
     assert missing == []
 
 
@@ -145,11 +145,11 @@ def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp
     assert done.returncode == 0, done.stderr
     kinds = "html", "css", "svg"
     files = {
-        path: path.read_text("utf-8") for each in kinds for path in tmp_path.rglob(f"*.{each}")
+        path: path.read_text("utf-8") for kind in kinds for path in tmp_path.rglob(f"*.{kind}")
     }
     assert len(files) > len(PAGES)
-    found = [path.name for path, text in files.items() if FETCHED.search(text)]
-    assert found == []
+    fetching = [path.name for path, text in files.items() if FETCHED.search(text)]
+    assert fetching == []
     # The text that is shown, but for code: no formula that Markdown took for text.
     hidden = re.compile(r"<(pre|code|script|annotation)\b.*?</\1>|<[^>]*>", re.DOTALL)
     formula = re.compile(r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}")

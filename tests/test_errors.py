@@ -170,21 +170,21 @@ TABLE = [
                           ("2", "an int, got '2'"), (None, "an int, got None"))),
     *((set_idle_limit, {"nbytes": bad}, error, rf"nbytes must be .*, got {bad!r}; ")
       for bad, error in ((-1, ValueError), (1e9, TypeError), ("1", TypeError))),
-    *((sn.exact_layer_norm, {"x": HUGE} | given, *rest) for given, *rest in ORACLE),
+    *((sn.exact_layer_norm, {"x": HUGE} | arguments, *rest) for arguments, *rest in ORACLE),
     *((partial(EXACT.rounded, name, "f8"), {}, ValueError, f"dy must be .* for {name}") for name in NAMES[1:]),
     (EXACT.ulp_errors, {"y": np.ones(3)}, ValueError, r"y must have shape \(1, 3\), got"),
     (EXACT.check_contract, {"y": np.zeros((1, 3), int)}, TypeError, "y must be .* got int64"),
     (partial(EXACT.rounded, "z", "f4"), {}, ValueError, "name must be one of y, dx, dgamma, dbeta, ty"),
     (sn.exact_rms_norm, {"x": HUGE, "dmean": HUGE}, TypeError, "dmean must be left out"),
     (partial(exact_double_backward, *[HUGE] * 3), {"kind": "z"}, ValueError, "kind must be 'layer' or"),
-    *((partial(sn.check_gradients, lambda x: (x, 0), lambda dy, _: (dy,)), {"args": SINGLE} | given, *rest)
-      for given, *rest in GRADIENTS),
+    *((partial(sn.check_gradients, lambda x: (x, 0), lambda dy, _: (dy,)), {"args": SINGLE} | arguments, *rest)
+      for arguments, *rest in GRADIENTS),
     (sn.diagnose, {"dtype": "int8"}, TypeError, "dtype must be float16.*got int8$"),
     (sn.diagnose, {"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
     (sn.diagnose, {"top": -1}, ValueError, "top must be at least 0, got -1"),
     (sn.diagnose, {"x": np.ma.ones((2, 3))}, TypeError, "got a masked one"),
     (sn.diagnose, {"kind": "batch"}, ValueError, "kind must be layer or rms, got 'batch'"),
-    *((partial(make_case, *given), {}, ValueError, message) for given, message in (
+    *((partial(make_case, *arguments), {}, ValueError, message) for arguments, message in (
         (("F99", "float32", 8), "name must be one of F01, F02"),
         (("F21", "float16", 768), "F21 must have another dtype than float16, whose squares"),
         (("F19", "float32", 7), "F19 must have n >= 8, got 7"),

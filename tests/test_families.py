@@ -57,14 +57,14 @@ def added(case, rng):
     scales = 2.0 ** rng.integers(-9, 9, len(case.gamma))
     sums = compute(case, backend="numpy")
     old = [(rng.standard_normal(scales.shape) * scales).astype(case.x.dtype) for _ in range(2)]
-    for each, name in zip(old, ("dgamma", "dbeta"), strict=True):
+    for array, name in zip(old, ("dgamma", "dbeta"), strict=True):
         lost = np.isfinite(sums[name]) & (np.arange(scales.size) % 2 == 0)
-        each[lost] = -sums[name][lost]
+        array[lost] = -sums[name][lost]
     dsum = rng.standard_normal(case.x.shape) * 2.0 ** rng.integers(-9, 9)
     return {"accumulate": old, "dsum": dsum.astype(case.x.dtype)}
 
 
-def some(case, rng, names=("drstd", "dmean")):
+def mask(case, rng, names=("drstd", "dmean")):
     """One row counts with one element, one with none, one as a whole; what does not count is no number."""
     where = rng.random(case.x.shape) < 0.6
     where[0], where[1], where[2] = False, False, True
@@ -92,7 +92,7 @@ cotangents = partial(tangents, names=("ddx", "ddgamma", "ddbeta"))
 class Feature(NamedTuple):
     """A row of the table: how a call is made, and what judges it."""
 
-    given: Callable
+    make: Callable
     kind: str = "layer"
     roundings: tuple = ("fast", "nearest")
 
@@ -107,8 +107,8 @@ FEATURES = {
     "dsum, accumulate": Feature(added),
     "accumulate in RMS norm": Feature(added, "rms"),
     "rows that count": Feature(rows),
-    "where, dmean, drstd": Feature(some, "layer", FAST),
-    "where, drstd of RMS norm": Feature(partial(some, names=["drstd"]), "rms", FAST),
+    "where, dmean, drstd": Feature(mask, "layer", FAST),
+    "where, drstd of RMS norm": Feature(partial(mask, names=["drstd"]), "rms", FAST),
     "jvp": Feature(tangents, "layer", FAST),
     "jvp of RMS norm": Feature(tangents, "rms", FAST),
     "double backward": Feature(cotangents, "layer", FAST),
@@ -120,7 +120,7 @@ OF_ALL_DTYPES = {"gamma_offset", "residual", "dsum, accumulate", "where, dmean, 
 
 
 # jvp and the double backward have no integers: they return NaN for such rows of float64 (test_contracts.py).
-SECOND_ORDER = [title for title, each in FEATURES.items() if each.given in (tangents, cotangents)]
+SECOND_ORDER = [title for title, row in FEATURES.items() if row.make in (tangents, cotangents)]
 OUT_OF_RANGE = {"F12", "F13", "F14", "F15", "F16", "F17", "F21"}
 
 
@@ -152,9 +152,9 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
         *table("layer norm", MANY_ROWS, (7,), 300, ("float64",)),
         *table("RMS norm", lengths=(1, 40), rows=2),
         *(
-            each
+            row
             for title in list(FEATURES)[2:]
-            for each in table(title, dtypes=DTYPES if title in OF_ALL_DTYPES else WIDE)
+            for row in table(title, dtypes=DTYPES if title in OF_ALL_DTYPES else WIDE)
         ),
     ],
 )
@@ -164,20 +164,20 @@ def test_contract(feature, name, dtype, n, rows):
 
     y and dx of at most 32 bits have the same bits, except where float64 cannot decide them.
     """
-    given, kind, roundings = FEATURES[feature]
+    make, kind, roundings = FEATURES[feature]
     case = make_case(name, dtype, n, max(rows, FAMILIES[name].smallest_rows))
     if case.x.size > 2**13:
         # Integers take seconds for so many elements.
         roundings = FAST
     with np.errstate(over="ignore"):
-        keywords = given(case, np.random.default_rng([FINITE.index(name), n]))
-    found = assert_right(case, kind, roundings=roundings, **keywords)
-    if given is nothing and kind == "layer" and dtype != "float64" and n > 100:
+        keywords = make(case, np.random.default_rng([FINITE.index(name), n]))
+    results = assert_right(case, kind, roundings=roundings, **keywords)
+    if make is nothing and kind == "layer" and dtype != "float64" and n > 100:
         # In short rows some elements cancel in every family (test_any_call.py has ordinary ones).
-        one, *others = (each for (_, rounding), each in found.items() if rounding == "fast")
+        one, *others = (arrays for (_, rounding), arrays in results.items() if rounding == "fast")
         for output in ("y", "dx"):
             if name not in CANCELLING[output]:
-                assert all(one[output].tobytes() == each[output].tobytes() for each in others)
+                assert all(one[output].tobytes() == other[output].tobytes() for other in others)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -185,7 +185,7 @@ def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
     if why_not := FAMILIES[name].why_not(dtype, 33):
         pytest.skip(why_not)
     case, again = make_case(name, dtype, 33, rng=7), make_case(name, dtype, 33, rng=7)
-    arrays, same = ([*each[:3], each.dy] for each in (case, again))
+    arrays, same = ([*drawn[:3], drawn.dy] for drawn in (case, again))
     assert_same(arrays, same)
     like_x = len(case.x), 33
     assert [array.shape for array in arrays] == [like_x, (33,), (33,), like_x]
@@ -237,11 +237,11 @@ def test_published_rows_keep_the_contract(row, rng, dtype):
     if not row.fits(dtype):
         pytest.skip(f"{dtype} cannot hold {row.source}")
     dy = rng.standard_normal(row.x.shape).astype(dtype)
-    for found in assert_right(Case(*row.arguments(dtype), dy), roundings=FAST).values():
+    for results in assert_right(Case(*row.arguments(dtype), dy), roundings=FAST).values():
         if row.y is not None and dtype.itemsize > 2:
             atol = 0.5 * 10.0**-row.digits + np.finfo(dtype).eps
             expected = np.broadcast_to(row.y, row.x.shape)
-            np.testing.assert_allclose(found["y"], expected, rtol=0, atol=atol)
+            np.testing.assert_allclose(results["y"], expected, rtol=0, atol=atol)
 
 
 def test_real_data_agrees_with_another_implementation():
@@ -288,11 +288,11 @@ def before_rounding(case):
 def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
     # The oracle's time goes into long rows.
     case = make_case(name, "float32", n, max(1 if n > 100 else 4, FAMILIES[name].smallest_rows))
-    found, sizes = before_rounding(case)
+    outputs, sizes = before_rounding(case)
     height = 18 + math.ceil(math.log2(n / 128)) if n >= 128 else min(n - 1, 18)
     limits = bounds(height, math.ceil(math.log2(len(case.x))) + 1)
     exact = exact_layer_norm(*case)
-    for output, values in found.items():
+    for output, values in outputs.items():
         right = exact.rounded(output, np.float64)
         with np.errstate(invalid="ignore"):
             error = abs(values - right)
@@ -314,7 +314,7 @@ def test_the_bound_is_not_idle():
 def test_a_few_of_a_billion_float32_are_the_other_neighbour(output):
     """An error of e ulp before rounding is one for a share 2 |e| of the exact values."""
     case = make_case("F01", "float32", 16, 4)
-    found, exact = before_rounding(case)[0][output], exact_layer_norm(*case)
-    errors = [Fraction(float(v)) - exact.value(output, at) for at, v in np.ndenumerate(found)]
-    ulp = np.spacing(abs(found).astype(np.float32)).ravel()
+    values, exact = before_rounding(case)[0][output], exact_layer_norm(*case)
+    errors = [Fraction(float(v)) - exact.value(output, at) for at, v in np.ndenumerate(values)]
+    ulp = np.spacing(abs(values).astype(np.float32)).ravel()
     assert 1e-9 < np.mean(2 * abs(np.array(errors, float)) / ulp) < 1e-8

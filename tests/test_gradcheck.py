@@ -44,7 +44,7 @@ def check(forward=sine, backward=cosine, args=(X,), **options):
     return check_gradients(forward, backward, args, names="xwb"[: len(args)], rng=0, **options)
 
 
-def found(report, name):
+def finding_named(report, name):
     """Return the one finding whose name has `name` in it."""
     (finding,) = (f for f in report.findings if name in f.name)
     return finding
@@ -63,9 +63,9 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
     function, gradient, shapes = OPERATIONS[name]
 
     def spoil(dy, cache):
-        *found, last = (np.array(g) for g in gradient(dy, cache))
+        *others, last = (np.array(g) for g in gradient(dy, cache))
         last[1, 1] *= 1.01
-        return *found, last
+        return *others, last
 
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
         assert report.verdict == "PASS", f"seed {seed}\n{report}"
     *others, wrong = check_gradients(function, spoil, args, rng=rng).arguments
     assert (wrong.verdict, wrong.failing, wrong.index) == ("FAIL", 1, (1, 1))
-    assert all(each.verdict == "PASS" for each in others)
+    assert all(result.verdict == "PASS" for result in others)
 
 
 def test_numeric_bound_covers_the_true_error(monkeypatch):
@@ -164,7 +164,7 @@ def test_a_kink_is_recognised(name, distance):
         report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
         assert report.verdict == "PASS", str(report)
         if distance == 0:
-            assert "not differentiable at (1, 2)" in found(report, "differentiable").message
+            assert "not differentiable at (1, 2)" in finding_named(report, "differentiable").message
     # It excuses no other element.
     report = check(forward, lambda dy, x: (1.01 * backward(dy, x)[0],), [x])
     assert report.verdict == "FAIL"
@@ -300,7 +300,7 @@ ROOT = lambda x: fail() if (x < 0).any() else (np.sqrt(x), x)
 NEAR_0 = np.array([0.02, 1.0, 2.0])
 # The arguments as well, the verdict and, if it is another, that of the finding.
 JUDGED = [
-    *((*each[:2], [X], "FAIL", *each[2:]) for each in FAULTS),
+    *((*fault[:2], [X], "FAIL", *fault[2:]) for fault in FAULTS),
     *((lambda x, f=f: (f(x), x),
        lambda dy, _, d=d, t=t, k=k: ((dy * np.where(X[1, 1] == X, k, 1) * d(X)).astype(t).astype(float),),
        [X], *rest) for f, d in SMOOTH for t, k, *rest in SPOILED),
@@ -343,7 +343,7 @@ def test_a_call_has_its_verdict_and_a_line_that_says_why(
 ):
     report, (verdict, _, other) = check(forward, backward, args), verdicts.partition(", ")
     assert report.verdict == verdict, str(report)
-    said = report.arguments[0] if name == "x" else found(report, name)
+    said = report.arguments[0] if name == "x" else finding_named(report, name)
     assert (said.verdict, "\n" in said.message) == (other or verdict, False)
     assert message in said.message
     assert verdict != "INCONCLUSIVE" or said.resolution > 1e-3

@@ -33,7 +33,7 @@ def results(case, rounding, backend="native"):
     x, dy, gamma, beta = case
     y, cache = sn.layer_norm_forward(x, gamma, beta, backend=backend, rounding=rounding)
     arrays = y, *sn.layer_norm_backward(dy, cache), cache.mean, cache.rstd
-    return [each.tobytes() for each in arrays]
+    return [array.tobytes() for array in arrays]
 
 
 def make(rng, rows, n, dtypes):
@@ -51,11 +51,11 @@ def make(rng, rows, n, dtypes):
     if dtypes[0] == "float64":
         x[rows // 2] *= 2.0**300
     arrays = x, dy, *rng.standard_normal((2, n))
-    return [each.astype(kind) for each, kind in zip(arrays, dtypes, strict=True)]
+    return [array.astype(kind) for array, kind in zip(arrays, dtypes, strict=True)]
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("dtypes", [each for each in dict.fromkeys(MIXTURES) if None not in each])
+@pytest.mark.parametrize("dtypes", [m for m in dict.fromkeys(MIXTURES) if None not in m])
 def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding, request):
     """And with rounding="nearest" they are the reference's."""
     request.addfinalizer(partial(sn.set_num_threads, sn.get_num_threads()))
@@ -195,21 +195,21 @@ def test_rows_out_of_range_alone_go_to_integers(rng, monkeypatch):
     for rounding in ("fast", "nearest"):
         asked.clear()
         _, cache = sn.layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
-        found = sn.layer_norm_backward(dy, cache)
+        gradients = sn.layer_norm_backward(dy, cache)
         ((row, *others),) = asked
         assert row == 7
         assert len(others) <= 1
         _, cache = sn.layer_norm_forward(x, gamma, beta, backend="numpy", rounding=rounding)
-        for one, other in zip(found, sn.layer_norm_backward(dy, cache), strict=True):
+        for one, other in zip(gradients, sn.layer_norm_backward(dy, cache), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-15)
 
 
 def test_the_kernels_know_the_fields_of_the_records():
     """By their names and order: a field that is added, removed or renamed on one side only is found here."""
     source = (NATIVE / "module.cpp").read_text("utf-8")
-    found = dict(re.findall(r"struct of_(\w+) \{\s*enum \{ (.*?)(?:, fields)? \}", source))
+    fields = dict(re.findall(r"struct of_(\w+) \{\s*enum \{ (.*?)(?:, fields)? \}", source))
     records = {"norm": Norm, "cache": Cache, "statistics": Statistics}
-    assert found == {name: ", ".join(record._fields) for name, record in records.items()}
+    assert fields == {name: ", ".join(record._fields) for name, record in records.items()}
 
 
 # ---- threads that flush subnormals or round upward ----

@@ -90,9 +90,9 @@ def rare_cases():
         yield Case(x, None, np.zeros(4, of_beta), 1e-5, dy), {}
 
 
-@pytest.mark.parametrize(("case", "given"), list(rare_cases()))
-def test_rare_cases(case, given):
-    assert_right(case, **given)
+@pytest.mark.parametrize(("case", "keywords"), list(rare_cases()))
+def test_rare_cases(case, keywords):
+    assert_right(case, **keywords)
 
 
 def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
@@ -134,7 +134,7 @@ def test_every_number_of_16_bits(dtype, wide):
     x = np.resize(np.array([0, 1], dtype), (1, every.size))
     _, cache = layer_norm_forward(x, beta=np.zeros(every.size, wide), backend="native")
     with np.errstate(all="ignore"):
-        found = layer_norm_backward(every[None], cache, wrt="beta").dbeta
+        dbeta = layer_norm_backward(every[None], cache, wrt="beta").dbeta
         expected = every.astype(wide) + wide(0)
         finite = np.unique(np.abs(expected[np.isfinite(expected)]))
         # Behind the last number only its midpoint, which rounds to infinity.
@@ -144,9 +144,9 @@ def test_every_number_of_16_bits(dtype, wide):
         far = [5e-324, 2.0**-1022, finite[1] / 4, 1e-50, 3.4e38, 1e39, 1.7e308, np.inf, np.nan]
         # The far ones apart: some of these send a whole row to integers.
         rows = np.concatenate([near, *beside]), np.array(far).astype(wide)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(dbeta, expected)
     number = ~np.isnan(expected)
-    assert found[number].tobytes() == expected[number].tobytes()
+    assert dbeta[number].tobytes() == expected[number].tobytes()
     for row in rows:
         beta = np.concatenate([row, -row])
         y = layer_norm(np.ones((1, beta.size), dtype), beta=beta, backend="native")[0]
@@ -185,8 +185,8 @@ def test_merged_bounds_its_error(rng):
     b["high"][::3] *= -1 - 2.0**-52 * rng.integers(-1, 2, len(b[::3]))
     total = merged(a, b)
     for parts in zip(a, b, total, strict=True):
-        (v, e), (w, f), (found, error) = map(fractions, parts)
-        assert abs(v + w - found) + e + f <= error
+        (v, e), (w, f), (value, error) = map(fractions, parts)
+        assert abs(v + w - value) + e + f <= error
         roundings = abs(v + w) * Fraction(2) ** -100 + max(abs(v), abs(w), e, f) / 2**1000
         assert error <= (e + f + roundings) * Fraction(1 + 2.0**-40)
     assert (total["error"] == 0).sum() > 150
@@ -231,16 +231,16 @@ def test_rounded_decides_what_the_error_allows(dtype, rng):
 def test_the_digests_are_those_of_the_exact_results(name):
     case = digest_inputs()[name]
     exact, dtypes = exact_layer_norm(*case), [case[i].dtype for i in (0, 0, 1, 2)]
-    found = tuple(digest(exact.rounded(*each)) for each in zip(NAMES, dtypes, strict=True))
-    assert found == published_digests()[name]
+    digests = tuple(digest(exact.rounded(*pair)) for pair in zip(NAMES, dtypes, strict=True))
+    assert digests == published_digests()[name]
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="the digests are those of the kernels")
 def test_the_kernels_have_the_same_bits_by_default_as_in_the_version_before():
-    kept = Path(__file__).with_name("digests_fast.txt").read_text("utf-8").splitlines()
+    expected = Path(__file__).with_name("digests_fast.txt").read_text("utf-8").splitlines()
     cases = digest_inputs()
-    found = {name: " ".join(map(digest, compute(case).values())) for name, case in cases.items()}
-    assert [f"{name:27} {each}" for name, each in found.items()] == kept
+    actual = {name: " ".join(map(digest, compute(case).values())) for name, case in cases.items()}
+    assert [f"{name:27} {digests}" for name, digests in actual.items()] == expected
 
 
 def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
@@ -253,7 +253,7 @@ def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
 def test_run_prints_them_and_says_whether_they_are_the_same(capsys, monkeypatch):
     assert main(["run", "--digests"]) == 0
     *lines, verdict = capsys.readouterr().out.splitlines()
-    expected = [[*name.split(), *each] for name, each in published_digests().items()]
+    expected = [[*name.split(), *digests] for name, digests in published_digests().items()]
     assert [line.split() for line in lines] == expected
     assert verdict == "All are as published."
     monkeypatch.setattr(command, "digest", lambda _: 12 * "0")
@@ -272,9 +272,9 @@ def by_input(cases):
 
 
 def test_the_answers_are_those_of_the_formulas():
-    for given, cases in by_input(near_midpoints()):
+    for inputs, cases in by_input(near_midpoints()):
         # More digits than any input spans.
-        results = textbook(*given, digits=400)
+        results = textbook(*inputs, digits=400)
         for case in cases:
             exact = results[case.output][case.where]
             assert case.expected == nearest(exact, case.expected.dtype)
@@ -286,8 +286,8 @@ def test_the_answers_are_those_of_the_formulas():
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_fast_misrounds_some_of_each_output_and_nearest_none(backend, rounding):
     missed = []
-    for given, cases in by_input(near_midpoints()):
-        results = compute(given, backend=backend, rounding=rounding)
+    for inputs, cases in by_input(near_midpoints()):
+        results = compute(inputs, backend=backend, rounding=rounding)
         wrong = [case for case in cases if results[case.output][case.where] != case.expected]
         missed += [(case.output, case.expected.dtype.name) for case in wrong]
     # In NumPy the wrong sums of float64 are among rows that integers do.

@@ -41,8 +41,8 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, kind, eps, whole, r
         for actual in () if whole else (right, wrong):
             errors = exact.ulp_errors(**{name: actual})[name]
             assert errors.shape == actual.shape
-            for value, given, error in zip(expected.flat, actual.flat, errors.flat, strict=True):
-                ulps = abs(Fraction(float(given)) - value) / unit(value, dtype)
+            for value, returned, error in zip(expected.flat, actual.flat, errors.flat, strict=True):
+                ulps = abs(Fraction(float(returned)) - value) / unit(value, dtype)
                 assert error == pytest.approx(float(ulps), rel=4 * 2**-52)
 
 
@@ -125,8 +125,8 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
         assert not np.signbit(actual).any()
     assert exact.value("dgamma", (2,)) == 0
     # One smallest subnormal is one ulp of an exact zero.
-    for given, ulps in ((0.0, 0.0), (5e-324, 1.0), (2.0**-100, 2.0**974)):
-        errors = exact.ulp_errors(dgamma=np.full(6, given))["dgamma"]
+    for value, ulps in ((0.0, 0.0), (5e-324, 1.0), (2.0**-100, 2.0**974)):
+        errors = exact.ulp_errors(dgamma=np.full(6, value))["dgamma"]
         np.testing.assert_array_equal(errors, ulps)
 
 
@@ -141,8 +141,8 @@ def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
     exact = exact_layer_norm(x, dy=dy)
     actual = exact.rounded("dgamma", np.float64)
     np.testing.assert_array_equal(actual, expected.rounded("dgamma", np.float64))
-    for given in (actual, np.nextafter(actual, 0.0)):
-        errors, right = (each.ulp_errors(dgamma=given)["dgamma"] for each in (exact, expected))
+    for dgamma in (actual, np.nextafter(actual, 0.0)):
+        errors, right = (oracle.ulp_errors(dgamma=dgamma)["dgamma"] for oracle in (exact, expected))
         np.testing.assert_array_equal(errors, right)
 
 
@@ -181,7 +181,7 @@ def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
     # Narrower data is promised sums as float64 arithmetic gives them, whatever their dtype.
     narrow = exact_layer_norm(np.ones((4, 2), np.float32), dy=dy)
     sums = narrow.check_contract(dbeta=np.zeros(2), dgamma=np.zeros(2))
-    assert {each.limit_ulp for each in sums.values()} == {0.501}
+    assert {result.limit_ulp for result in sums.values()} == {0.501}
 
 
 def test_a_row_without_variance_and_eps_must_be_nan():
@@ -235,18 +235,18 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
         *point, EPS, dy, gamma_offset=OFFSET, where=where, dsum=dsum, drstd=statistics[1],
         accumulate=old, **by_name,
     )  # fmt: skip
-    kept = [None, None] if where is None else where
+    masks = [None, None] if where is None else where
     dy, dsum, old, statistics = map(rational, (dy, dsum, old, statistics))
 
     def forward(x, gamma, beta):
         scale = gamma + Fraction(OFFSET)
-        return [plain(kind, x[r], scale, beta, Fraction(EPS), kept[r]) for r in range(2)]
+        return [plain(kind, x[r], scale, beta, Fraction(EPS), masks[r]) for r in range(2)]
 
     def loss(x, gamma, beta):
-        found = old[0] @ gamma + old[1] @ beta + (dsum * x).sum()
+        total = old[0] @ gamma + old[1] @ beta + (dsum * x).sum()
         for r, (y, mean, rstd) in enumerate(forward(x, gamma, beta)):
-            found += dy[r] @ y + statistics[0, r, 0] * mean + statistics[1, r, 0] * rstd
-        return found
+            total += dy[r] @ y + statistics[0, r, 0] * mean + statistics[1, r, 0] * rstd
+        return total
 
     point, tangents = [rational(v) for v in point], [rational(v) for v in tangents]
     hold_gradients(exact, loss, **dict(zip(("x", "gamma", "beta"), point, strict=True)))
@@ -263,22 +263,22 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
 def test_double_backward_is_the_difference_of_the_backward(kind, rng):
     x, gamma, _, dy = draw(rng, (2, 4), float)
     ddx, ddgamma, ddbeta, _ = draw(rng, (2, 4), float)
-    given, sums = (ddx, dy, x, gamma, EPS), {"ddgamma": ddgamma, "ddbeta": ddbeta}
-    exact = exact_double_backward(*given, gamma_offset=OFFSET, kind=kind, **sums)
+    inputs, sums = (ddx, dy, x, gamma, EPS), {"ddgamma": ddgamma, "ddbeta": ddbeta}
+    exact = exact_double_backward(*inputs, gamma_offset=OFFSET, kind=kind, **sums)
     ddx, ddgamma, ddbeta = map(rational, (ddx, ddgamma, ddbeta))
 
     def loss(x, gamma, dy):
-        found = 0
+        total = 0
         for r in range(2):
             scale = gamma + Fraction(OFFSET)
             dx, dgamma = plain_backward(kind, x[r], scale, Fraction(EPS), dy[r])
-            found += ddx[r] @ dx + ddgamma @ dgamma + ddbeta @ dy[r]
-        return found
+            total += ddx[r] @ dx + ddgamma @ dgamma + ddbeta @ dy[r]
+        return total
 
     hold_gradients(exact, loss, x=rational(x), gamma=rational(gamma), dy=rational(dy))
     # The cotangents of the sums are 0 if they are not given.
     zeros = {"ddgamma": np.zeros(4), "ddbeta": np.zeros(4)}
-    alone, same = (exact_double_backward(*given, kind=kind, **each) for each in ({}, zeros))
+    alone, same = (exact_double_backward(*inputs, kind=kind, **options) for options in ({}, zeros))
     assert same.value("dx", (1, 2)) == alone.value("dx", (1, 2))
 
 
@@ -296,8 +296,8 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
     sizes = magnitudes(kind, x, gamma, beta, 1e-5, dy, dsum, drstd, tx, tgamma, tbeta, old)
     wide = dtype is np.float64
     limits = {"dx": 0.75, "dgamma": 0.51, "dbeta": 0.51} if wide else {}
-    for exact, each in zip((norm, double), sizes, strict=True):
-        for name, size in each.items():
+    for exact, by_name in zip((norm, double), sizes, strict=True):
+        for name, size in by_name.items():
             actual = exact.rounded(name, dtype)
             good = exact.check_contract(**{name: actual})[name]
             assert (good.passed, good.misrounded, good.worst_ulp <= 0.5) == (True, 0, True)

@@ -38,7 +38,7 @@ def make(seed, shape=(2048, 130)):
 
 
 def run(x, gamma, beta, dy):
-    return [each.tobytes() for each in compute((x, gamma, beta, 1e-5, dy)).values()]
+    return [array.tobytes() for array in compute((x, gamma, beta, 1e-5, dy)).values()]
 
 
 def count_threads():
