@@ -74,7 +74,7 @@ def builds(tmp_path_factory):
 @pytest.fixture
 def cupy(monkeypatch):
     """A fake CuPy (fake_cupy.py); `use` and `launches` give it a device."""
-    from fake_cupy import make_module  # noqa: PLC0415  # fails without a compiler
+    from fake_cupy import make_module  # noqa: PLC0415  # it needs fcntl, which Windows lacks
 
     module = make_module()
     monkeypatch.setitem(sys.modules, "cupy", module)

@@ -216,7 +216,7 @@ NO_FILES = {
 
 @pytest.mark.parametrize("command", ["diagnose", "check"])
 @pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file_is_refused(command, kind, tmp_path, capsys):
+def test_a_path_that_is_no_file_is_refused(command, kind, tmp_path, capsys):
     NO_FILES[kind](tmp_path / "x.py")
     assert main([command, "x.py"]) == 2
     assert re.fullmatch(r"stablenorm: FILE must be .*, got x\.py.*\n", capsys.readouterr().err)

@@ -197,7 +197,7 @@ def test_a_mistake_is_found_and_named_where_that_is_sure(kind, wrong, diagnosis,
     assert blamed is None or failed == [(blamed, "secants")]
 
 
-def test_what_a_forward_makes_of_eps_and_float32_is_told():
+def test_another_eps_or_float32_inside_the_forward_is_told():
     def single(x, gamma, beta, eps):
         y, cache = forward(*(a.astype(np.float32) for a in (x, gamma, beta)), eps)
         return y.astype(np.float64), cache
@@ -212,7 +212,7 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
     assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
 
 
-# ---- what people write, right and wrong, with words that say why ----
+# ---- code as people write it, right and wrong ----
 
 
 def dx(make):

@@ -141,7 +141,7 @@ def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("how", ["fast", "nearest", "broken nearest"])
-def test_what_is_misrounded_is_counted_and_fails_nearest(how, capsys, tmp_path, monkeypatch):
+def test_misrounded_elements_are_counted_and_fail_nearest(how, capsys, tmp_path, monkeypatch):
     """One element is within 0.501 ulp but not the nearest float: by fast, and by a broken nearest."""
     cases = (c for c in near_midpoints() if c.output == "y")
     case = next(c for c in cases if layer_norm(*c[:4])[c.where] != c.expected)

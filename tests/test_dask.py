@@ -1,4 +1,4 @@
-"""Dask arrays: broken by a bit that differs from the whole call, work done early, a riddle of an error."""
+"""Dask arrays have the bits of the whole call; nothing is computed early; errors name the cure."""
 
 import weakref
 
@@ -25,7 +25,7 @@ def same(actual, expected):
 
 
 def cut(rng, array, axes=(-1,)):
-    """Return a Dask array in random chunks, some of them empty, some of one row; `axes` whole."""
+    """Return a Dask array in random chunks, also empty ones and ones of one row; `axes` stay whole."""
     whole = {axis % array.ndim for axis in axes}
     chunks = []
     for axis, length in enumerate(array.shape):
@@ -35,7 +35,7 @@ def cut(rng, array, axes=(-1,)):
 
 
 def make(rng, dtype=np.float32, shape=(5, 9, 8)):
-    """Return x, gamma, beta and dy, with integers among them: their sums tie."""
+    """Return x, gamma, beta and dy with many integers: their sums tie."""
     x, dy = rng.standard_normal((2, *shape)) + 3
     x[:2], dy[:2] = rng.integers(-3, 4, (2, 2, *shape[1:]))
     gamma, beta = rng.integers(1, 4, (2, shape[-1]))
@@ -53,7 +53,7 @@ def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
 
 
 def results(case, chunked, kind="layer", pulled=None, **keywords):
-    """Return y, the statistics and the gradients: of the whole call, and lazy ones."""
+    """Return y, the statistics and the gradients twice: of the whole call, and lazy."""
     forward, backward, _ = NORMS[kind]
     lazy = {name: chunked(v) for name, v in keywords.items() if name in ("residual", "where")}
     both = []
@@ -81,14 +81,14 @@ def test_families(name, dtype, rng):
         same(actual[:count], expected[:count])
         if rounding == "fast":
             assert_contract(exactly(case, kind), {"dgamma": actual[4], "dbeta": actual[5]})
-            # Other schedulers compute the blocks elsewhere and in another order.
+            # Threads compute the blocks in another order.
             same(dask.compute(lazy, scheduler="threads", num_workers=3)[0], actual)
 
 
 @pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize(
     ("axis", "lead", "mask"),
-    # The last of the first line: a gamma of the shape of x, whose axes are not where those of x are.
+    # The last case of the first line has a gamma of the shape of x, with its axes in another order.
     [(0, (), None), (1, (), None), ((0, 2), (), None), ((1, -1), (), None), ((0, 1, 2), (), None),
      (2, (5, 1), None), (2, (9,), None), (2, (5, 9), None), ((0, 2), (9,), None), (1, (5, 8), (1, 8)),
      *((2, (), mask) for mask in [(5, 9, 1), (9, 1), (5, 9, 8), (8,)])],
@@ -119,11 +119,11 @@ def test_gamma_and_beta_may_be_dask_arrays_and_bytes_in_any_order(rng):
     assert cache.gamma is lazy
 
 
-# ---- sums of parts: hard ones ----
+# ---- hard sums of parts ----
 
 
 def of_rows(case, **options):
-    """Return dgamma and dbeta of blocks of a row each, and of the whole call."""
+    """Return dgamma and dbeta in blocks of one row, and of the whole call."""
     x, dy = (da.from_array(array, chunks=(1, -1)) for array in (case.x, case.dy))
     _, cache = sn.layer_norm_forward(x, *case[1:4], **options)
     sums = dask.compute(sn.layer_norm_backward(dy, cache)[1:], scheduler="synchronous")[0]
@@ -132,7 +132,7 @@ def of_rows(case, **options):
 
 
 @pytest.mark.parametrize("size", [1.7e308, 2.0**-1060, 1.0])
-def test_what_cancels_between_parts_leaves_the_rest(size, rng):
+def test_parts_that_cancel_leave_the_rest(size, rng):
     x, dy = rng.standard_normal((2, 12, 5))
     dy[:4], dy[8:] = size, -size
     x[8:] = x[:4]
@@ -148,11 +148,11 @@ def test_what_cancels_between_parts_leaves_the_rest(size, rng):
 
 @pytest.mark.parametrize(
     ("name", "where", "values"),
-    # NaN, infinities, both of them in one column, a constant row.
+    # NaN; NaN and an infinity; both infinities in one column; a constant row.
     [("x", (7, 2), np.nan), ("dy", ([7, 1], [2, 3]), [np.nan, -np.inf]),
      ("dy", ([0, 9], 4), [np.inf, -np.inf]), ("x", 7, 3)],
 )  # fmt: skip
-def test_what_is_not_finite_in_one_part(name, where, values, dtype, rng):
+def test_nan_and_infinity_in_one_part(name, where, values, dtype, rng):
     x, dy = rng.standard_normal((2, 10, 6)).astype(dtype)
     {"x": x, "dy": dy}[name][where] = values
     case = Case(x, np.ones(6, dtype), np.ones(6, dtype), 0.0, dy)
@@ -163,7 +163,7 @@ def test_what_is_not_finite_in_one_part(name, where, values, dtype, rng):
 
 @pytest.mark.parametrize(("rounding", "held"), [("fast", 12), ("nearest", 80)])
 def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
-    """Only exact sums need x and dy again: for these Dask holds all chunks until the sums are known."""
+    """Exact sums alone need x and dy again: for them Dask holds all chunks until the sums are known."""
     alive, most = weakref.WeakValueDictionary(), []
 
     def make(zeros):
@@ -179,11 +179,11 @@ def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
     assert (max(most) > 12) == (rounding == "nearest")
 
 
-# ---- classes, what is asked for, no rows, nothing computed early ----
+# ---- processes, no rows, nothing computed early ----
 
 
 def test_other_processes_give_the_same_bits(rng):
-    """Tasks hold nothing but what can be sent, and no bit of theirs depends on a process."""
+    """Tasks can be pickled, and their bits do not depend on the process."""
     x, gamma, beta, dy = make(rng)
     case, chunked = Case(x, gamma, beta, 1e-5, dy), lambda a: cut(rng, a)
     lazy = [results(case, chunked, rounding=rounding)[1] for rounding in ("fast", "nearest")]

@@ -1,4 +1,4 @@
-"""Broken by a message without what was required, what came or the cure, or by a failed call that writes."""
+"""Messages say what was required, what came and the cure; a call that fails writes nothing."""
 
 from functools import partial
 
@@ -208,11 +208,11 @@ def test_out_must_be_writeable_and_distinct():
     with pytest.raises(ValueError, match=r"out.dx must be writeable"):
         backward(out=(frozen, None, None))
     memory, strided = np.zeros(256, np.float32), np.lib.stride_tricks.as_strided
-    # A stride of zero, windows that slide, and steps that meet.
+    # A stride of zero, sliding windows, and strides whose multiples meet.
     for strides in [(0, 0, 4), (4, 4, 4), (16, 8, 4), (12, 8, 8)]:
         with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
             layer_norm(X, out=strided(memory, X.shape, strides))
-    # Views without a common element are taken, also where one axis lies between two of another.
+    # Views without a common element are accepted, also if one axis lies between two steps of another.
     expected = layer_norm(X)
     for strides in [(4, 8, 24), (64, -16, 4), (4, 32, 8), (28, 8, 56)]:
         out = strided(memory[32:], X.shape, strides)
@@ -225,7 +225,7 @@ def test_out_must_be_writeable_and_distinct():
 
 
 def shared(buffer):
-    """Yield a call whose out shares memory with what it must not; the names of both; the options."""
+    """Yield a call whose out shares memory with another array, the names of both, and the options."""
     x, dy = buffer[:48].reshape(2, *X.shape)
     cache = layer_norm_forward(x, buffer[48:52], np.zeros(4, np.float32))[1]
     near, dx, (dgamma, dbeta) = buffer[4:28].reshape(X.shape), np.empty_like(X), X[0, :2].copy()

@@ -1,4 +1,4 @@
-"""Broken by a result outside the contract, or a bit of "nearest": features x families x dtypes x roundings, by the oracle."""
+"""The oracle judges features x families x dtypes x roundings: the contract, and every bit of "nearest"."""
 
 import math
 import re
@@ -24,14 +24,14 @@ from stablenorm.testing.plain import plain_forward
 from stablenorm.testing.published import PUBLISHED
 from stablenorm.types import Norm
 
-# The oracle's time goes into long rows.
+# Few families for long rows and many rows: the oracle takes long there.
 LONG, MANY_ROWS = ("F03", "F28b", "F35"), ("F01", "F35")
-# No multiple of any vector. More elements than a tile of the kernels' forward has: from 2**14 on the
-# reference too takes one row at a time. And more elements than a block of the reference has.
+# LONGER: more elements than a tile of the kernels' forward; from 2**14 on the reference, too, takes one row
+# at a time. MORE: more elements than a block of the reference. Neither is a multiple of a vector.
 LONGER, MORE = 2**14 + 101, 2**15 + 101
 
 
-# ---- what a call is given besides: from a case, which may be changed, to keywords of the oracle ----
+# ---- keywords of the oracle for a case; a function may change the case ----
 
 
 def nothing(_case, _rng):
@@ -43,7 +43,7 @@ def offset(_case, rng):
 
 
 def residual(case, rng):
-    """x becomes a part of itself, and the rest is added to it, where no rounding makes that infinite."""
+    """Split x into a part and a residual, except where rounding makes their sum infinite."""
     whole = case.x.copy()
     case.x[...] = (whole * rng.random(whole.shape)).astype(whole.dtype)
     rest = whole - case.x
@@ -53,7 +53,7 @@ def residual(case, rng):
 
 
 def added(case, rng):
-    """Some old values are of another size than the sum; some leave of it what its rounding has lost."""
+    """Return old sums of any size, half of them minus the rounded sum: they leave its rounding error."""
     scales = 2.0 ** rng.integers(-9, 9, len(case.gamma))
     sums = compute(case, backend="numpy")
     old = [(rng.standard_normal(scales.shape) * scales).astype(case.x.dtype) for _ in range(2)]
@@ -65,7 +65,7 @@ def added(case, rng):
 
 
 def mask(case, rng, names=("drstd", "dmean")):
-    """One row counts with one element, one with none, one as a whole; what does not count is no number."""
+    """Mask all but one element of a row, a whole row, none of a row; masked elements are NaN or infinite."""
     where = rng.random(case.x.shape) < 0.6
     where[0], where[1], where[2] = False, False, True
     where[0, 3] = True
@@ -80,7 +80,7 @@ def rows(case, _rng):
 
 
 def tangents(case, rng, names=("tx", "tgamma", "tbeta")):
-    """Return tangents of x, gamma, beta; by other names, the cotangents of the double backward."""
+    """Return tangents of x, gamma, beta or, with other names, cotangents of the double backward."""
     shapes = case.x.shape, case.gamma.shape, case.beta.shape
     drawn = (rng.standard_normal(shape).astype(case.x.dtype) for shape in shapes)
     return dict(zip(names, drawn, strict=True)) | {"gamma_offset": 1.0}
@@ -90,7 +90,7 @@ cotangents = partial(tangents, names=("ddx", "ddgamma", "ddbeta"))
 
 
 class Feature(NamedTuple):
-    """A row of the table: how a call is made, and what judges it."""
+    """A row of the table: a function that makes the keywords of a call, the norm, the roundings."""
 
     make: Callable
     kind: str = "layer"
@@ -115,7 +115,7 @@ FEATURES = {
     "double backward of RMS norm": Feature(cotangents, "rms", FAST),
 }
 
-# The other features are tested in 16 bits by test_any_call.py.
+# test_any_call.py tests the other features in 16 bits.
 OF_ALL_DTYPES = {"gamma_offset", "residual", "dsum, accumulate", "where, dmean, drstd"}
 
 
@@ -125,7 +125,7 @@ OUT_OF_RANGE = {"F12", "F13", "F14", "F15", "F16", "F17", "F21"}
 
 
 def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
-    """Return what exists of these families, dtypes and lengths, as parameters."""
+    """Return parameters for all families, dtypes and lengths that exist together."""
     return [
         pytest.param(title, name, dtype, n, rows, id=f"{title}-{name}-{dtype}-{n}")
         for name in names
@@ -140,7 +140,7 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
     ("feature", "name", "dtype", "n", "rows"),
     [
         *table("layer norm", lengths=(1, 2, 3, 127), rows=2),
-        # Errors of the 16-bit dtypes are those of float64 rounded once more.
+        # No 16 bits here: their errors are those of float64, rounded once more.
         *table("layer norm", lengths=(768,), rows=1, dtypes=("float32",)),
         # 128 elements are one block of NumPy's pairwise summation.
         *table("layer norm", ("F03", "F07", "F14"), (128, 129), 3),
@@ -160,7 +160,7 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
 )
 def test_contract(feature, name, dtype, n, rows):
     """
-    All backends keep it, for `rows` or as many as the family needs.
+    All backends keep the contract, for `rows` or as many as the family needs.
 
     y and dx of at most 32 bits have the same bits, except where float64 cannot decide them.
     """
@@ -194,14 +194,14 @@ def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
     assert finite == [FAMILIES[name].finite, True, True, True]
 
 
-# The promises of titles, about x in the dtype's own numbers.
+# Promises that titles make about x.
 PROMISES = {
     "F07": lambda x, f: np.unique(x).size == 2 and float(np.ptp(x)) == 2.0 ** (1 - f.digits),
     "F13": lambda x, f: (np.abs(x.astype(np.float64)) == f.largest).all(),
     "F16": lambda x, f: (np.abs(x.astype(np.float64)) < 2.0**f.emin).all(),
 }
-# The output that vanishes in the first row, and its remainder: at most some roundings of dy or of gamma * xhat, which are
-# below 8 here; xhat itself is known to 2^-50.
+# The output that vanishes in the first row, and the size of its remainder, in roundings: dy and gamma * xhat are below
+# 8 here; xhat itself is known to 2^-50.
 VANISHING = {"F27": ("dx", 0), "F28b": ("dx", 8), "F32": ("y", 8), "F35": ("dgamma", 0)}
 
 
@@ -223,17 +223,17 @@ def test_a_million_positive_rows_do_not_drift(backend):
         dy, np.ones(2, np.float32), np.zeros(2, np.float32), backend=backend
     )
     dbeta = layer_norm_backward(dy, cache, wrt=("beta",)).dbeta
-    # Below 2^21, of multiples of 2^-24: exact in float64.
+    # The sum is below 2^21 and a multiple of 2^-24: exact in float64.
     expected = dy.sum(axis=0, dtype=np.float64)
     np.testing.assert_array_equal(dbeta, expected.astype(np.float32))
 
 
-# ---- what other implementations returned ----
+# ---- rows and results of others ----
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.source}: {row.title}")
 def test_published_rows_keep_the_contract(row, rng, dtype):
-    """And they are what the thread expects, in its dtypes, to as many digits as it prints; |y| < 2."""
+    """y also agrees with the thread, to as many digits as it prints; |y| < 2."""
     if not row.fits(dtype):
         pytest.skip(f"{dtype} cannot hold {row.source}")
     dy = rng.standard_normal(row.x.shape).astype(dtype)
@@ -245,7 +245,7 @@ def test_published_rows_keep_the_contract(row, rng, dtype):
 
 
 def test_real_data_agrees_with_another_implementation():
-    """The bundled file's y, dx, dgamma, dbeta: float64, by someone else's autodiff."""
+    """The bundled file has y, dx, dgamma, dbeta in float64, by another project's autodiff."""
     path = resources.files("stablenorm").joinpath("data/minilm_layer0_output.npz")
     with path.open("rb") as file:
         data = dict(np.load(file, allow_pickle=False))
@@ -269,7 +269,7 @@ def bounds(h, k):
 
 
 def before_rounding(case):
-    """Return the outputs of the reference as the float64 that it rounds, and S of each."""
+    """Return the outputs of the reference in float64, before it rounds them, and their S."""
     y = np.empty(case.x.shape)
     statistics = blocks.forward(Forward(case.x, Norm(case.gamma, case.beta, case.eps), y))
     x, gamma, beta, dy = (a.astype(np.float64) for a in (case.x, case.gamma, case.beta, case.dy))
@@ -286,7 +286,7 @@ def before_rounding(case):
     [(name, n) for n in (2, 100, 768) for name in FINITE if FAMILIES[name].applies("float32", n)],
 )
 def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
-    # The oracle's time goes into long rows.
+    # Long rows cost the oracle most.
     case = make_case(name, "float32", n, max(1 if n > 100 else 4, FAMILIES[name].smallest_rows))
     outputs, sizes = before_rounding(case)
     height = 18 + math.ceil(math.log2(n / 128)) if n >= 128 else min(n - 1, 18)
@@ -296,15 +296,15 @@ def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
         right = exact.rounded(output, np.float64)
         with np.errstate(invalid="ignore"):
             error = abs(values - right)
-        # The part that is rounded off the exact value, to compare in float64, is not ours.
+        # Second term: the exact value, too, is rounded to float64 for the comparison.
         allowed = limits[output] * U * sizes[output] + U * abs(right)
         assert (error <= allowed).all(), f"{output}: {(error / allowed).max():.3g} of the bound"
 
 
 def test_the_bound_is_not_idle():
-    """A mean that is not corrected breaks it, by the rounding of the mean alone."""
+    """An uncorrected mean breaks the bound, by its rounding alone."""
     case = make_case("F07", "float32", 768)
-    # By the plain formula, in float64.
+    # The plain formula in float64.
     y = plain_forward(case.x.astype(np.float64), case.gamma, case.beta, case.eps)[0]
     error = abs(y - exact_layer_norm(*case).rounded("y", np.float64))
     assert (error > bounds(21, 1)["y"] * U * before_rounding(case)[1]["y"]).any()
@@ -312,7 +312,7 @@ def test_the_bound_is_not_idle():
 
 @pytest.mark.parametrize("output", ["y", "dx"])
 def test_a_few_of_a_billion_float32_are_the_other_neighbour(output):
-    """An error of e ulp before rounding is one for a share 2 |e| of the exact values."""
+    """With an error of e ulp before rounding, a share 2 |e| of exact values rounds to the other neighbour."""
     case = make_case("F01", "float32", 16, 4)
     values, exact = before_rounding(case)[0][output], exact_layer_norm(*case)
     errors = [Fraction(float(v)) - exact.value(output, at) for at, v in np.ndenumerate(values)]

@@ -1,4 +1,4 @@
-"""Broken by a bound of rounding="nearest", as the headers of native/ compute it, that some input exceeds."""
+"""No input exceeds a bound of rounding="nearest", as the headers of native/ compute it."""
 
 import ctypes
 import platform
@@ -48,7 +48,7 @@ def steps(builds):
 
 
 def parameters(gamma, beta, low=0.0):
-    """Return gamma, its low part and beta with room behind, as bounds.cpp takes them; and how far they are apart."""
+    """Return gamma, its low part and beta with room behind, as bounds.cpp takes them, and their stride."""
     padded = np.zeros((3, len(gamma) + 64))
     padded[:, : len(gamma)] = gamma, low * gamma, beta
     return padded, padded.shape[1]
@@ -66,7 +66,7 @@ def in_pairs(steps, kind, x, dy, gamma, beta, eps, low=0.0):
 
 
 def largest(error, bound):
-    """Return the largest part of a bound that is used; a bound of 0 allows no error."""
+    """Return the largest share of a bound that an error uses; a bound of 0 allows no error."""
     # The square root is rounded, after 150 digits.
     assert (error[bound == 0] < 2.0**-300).all()
     return float((error[bound != 0] / bound[bound != 0]).max(initial=0))
@@ -76,11 +76,11 @@ def largest(error, bound):
 
 
 def hard_cases(rng):
-    """Yield x, dy, gamma, beta, eps that are hard for some step of pairs."""
+    """Yield x, dy, gamma, beta, eps that are hard for one step of pairs."""
     draw, shape, n = rng.standard_normal, (6, 40), 40
     for length in (2, 3, 5, 33, 150):
         x = draw((40 if length < 9 else 1, length))
-        # The guess is just good enough: the kernels take it from these elements.
+        # The kernels guess the mean from these elements: the guess is just good enough.
         x[:, :: max(length // 8, 1)] += 1.4 * (length > 9)
         yield x, draw(x.shape), draw(length), np.zeros(length), 1e-5
     for x in (1e8 + draw(shape), 2.0**53 + 2 * rng.integers(0, 3, shape)):
@@ -114,11 +114,11 @@ def test_no_input_breaks_a_bound_of_pairs(kind, rng, steps):
         for name, (high, rest, bound) in zip(NAMES, pairs, strict=True):
             error = abs(rational(high) + rational(rest) - values[name])
             if name in ("y", "dx"):
-                # The rounding of the low part is counted apart.
+                # The bound leaves out the rounding of the low part.
                 error -= Fraction(U) * abs(rational(rest))
             worst[name] = max(worst[name], largest(error, bound))
     assert max(worst.values()) < 1, worst
-    # Nor are the bounds idle.
+    # The bounds are not idle either.
     assert min(worst.values()) > 0.0005, worst
     assert min(worst["dgamma"], worst["dbeta"]) > 0.05, worst
 
@@ -151,7 +151,7 @@ def narrow_cases(rng):
         x, dy = 2.0**-12 * rng.uniform(0.5, 0.9, (2, *shape))
         x[:, :16] = dy[:, :16] = np.where(np.arange(min(n, 16)) % 2, -1.0, 1.0)
         yield x, dy, ones, zero, 1e-5
-        # The same of g alone, and of a product of more digits; dx that is all slope.
+        # The same for g alone, with a gamma of more digits; then a dx that is all slope.
         yield draw(shape), dy, rng.uniform(1, 2, n), zero, 1e-5
         yield x, x, rng.uniform(0.99, 1.01, n), zero, 0.0
         yield 1e-20 * draw(shape), draw(shape), draw(n), draw(n), 1e-5
@@ -182,18 +182,18 @@ def test_no_input_breaks_a_bound_of_float64(kind, far, rng, steps):
             share = largest(abs(high - value[0] + (low - value[1])), bound)
             worst[name] = max(worst.get(name, 0.0), share)
     assert max(worst.values()) < 1, worst
-    # Nor are the bounds idle, except those of sums of pairs, which are exact to their last bits.
+    # The bounds are not idle, except those of sums of pairs, which are exact to their last bits.
     idle = {name for name, share in worst.items() if share < 0.02}
     assert idle <= {"dgamma closely, 1", "dbeta closely, 0", "dbeta closely, 1"}, worst
 
 
-# ---- what is certain ----
+# ---- certified results ----
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_certain_results_round_alike_within_their_bound(kind, dtype, rng, steps):
-    """Errors are so large that a test of one side only, or of an end, would fail in some elements of a hundred."""
+    """Errors are large: without a test of one side, or of an end, a few elements in a hundred would be wrong."""
     n, certain = 1000, 0
     for power in (-22, -24, -26) if dtype is np.float16 else (-35, -37, -39):
         x, dy = rng.standard_normal((2, n)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The oracle: broken by a value, a verdict or an S that rational arithmetic does not have."""
+"""The oracle has the values, verdicts and S of rational arithmetic."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from stablenorm.oracle import exact_double_backward, exact_layer_norm
      *itertools.product(DTYPES[-1:], NORMS, [0.0, 5e-324, 1e-5, 1e300], [True])],
 )  # fmt: skip
 def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, kind, eps, whole, rng):
-    """And errors are the differences over the ulp. In some rows, the whole range of float64."""
+    """Errors are differences over the ulp. With `whole`, rows span the whole range of float64."""
     x, gamma, beta, dy = draw(rng, (4, 9), dtype)
     x += dtype.type(3)
     if whole:
@@ -59,7 +59,7 @@ def judged_rows():
         exact = exact_y([0, 3], np.full(2, shift), beta)
         yield exact, sign * np.array([2048.0, 2052.0], np.float16), [0.5, 0.5], 0
         yield exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1
-    # gamma * xhat is 2**-1074 of what beta is: far below the tie, and it still decides it.
+    # gamma * xhat is 2**-1074 of beta: far below the tie, but it decides it.
     for eps, (sign, right) in itertools.product(
         (0.0, 1e-5), ((-1, [2050, 2050, 2048]), (1, [2048, 2048, 2050]))
     ):
@@ -69,7 +69,7 @@ def judged_rows():
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
     exact = exact_y([0, 1, 5], np.full(3, -(2.0**-1000)), np.ones(3), 1e-5)
     yield exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0], 1
-    # At a power of two, the coarser ulp.
+    # A power of two has the coarser ulp.
     yield exact_y([0, 3]), np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0], 1
     for dtype in DTYPES:
         # The ulp is never below the smallest subnormal: y is -+ tiny / sqrt(2).
@@ -77,8 +77,8 @@ def judged_rows():
         exact = exact_y([-1, 1], np.full(2, tiny), eps=1.0)
         yield exact, np.array([-tiny, tiny]), [0.2928932188134524756] * 2, 0
         yield exact, np.zeros(2, dtype), [0.7071067811865475244] * 2, 1
-        # So many ulp below the largest number, and so many above it: infinity is right exactly where
-        # the value rounds to it, and above the range the grid of the last binade goes on.
+        # Values a fraction of an ulp above the largest number: infinity is right exactly where the value
+        # rounds to it, and the grid of the last binade continues above the range.
         top = float(ml_dtypes.finfo(dtype).max)
         ulp = top - float(np.nextafter(dtype.type(top), dtype.type(0)))
         exact, below, above = (
@@ -117,7 +117,7 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
     row = rng.integers(-40, 40, 6) / 8
     x = np.stack([first * row, second * row])
     dy = np.stack([np.arange(6.0), np.arange(6.0)])
-    # So small a dy that all products round to zero: the sum is still +0.
+    # With the smallest dy all products round to zero: the sum is still +0.
     for scale in (5e-324, 1.0):
         exact = exact_layer_norm(x, eps=eps, dy=dy * scale)
         actual = exact.rounded("dgamma", np.float64)
@@ -131,9 +131,9 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
 
 
 @pytest.mark.parametrize("exponent", range(-275, -160, 9))
-def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
-    # Two rows cancel exactly. The third is less than the 2**-256 of them to which their roots are
-    # known at first; or so little more that its rounding is open; or its error is blurred.
+def test_remainders_below_the_enclosure_are_decided(exponent, rng):
+    # Two rows cancel exactly. Their roots are known to 2**-256 at first: the third row is less than that, or
+    # so little more that its rounding is undecided, or its error is blurred.
     row, rest = rng.standard_normal((2, 5))
     x, left = np.stack([row, -row, rest]), np.full(5, 2.0**exponent)
     dy = np.stack([np.ones(5), np.ones(5), left])
@@ -149,7 +149,7 @@ def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
 def test_an_element_that_cancels_passes_by_the_second_term_and_only_just(rng):
     x = rng.standard_normal((1, 64)).astype(np.float32)
     gamma = np.ones(64, np.float32)
-    # beta takes away all of gamma * xhat that float64 holds: what is left is 2**-53 of it.
+    # beta cancels gamma * xhat to float64: 2**-53 of it is left.
     xhat = exact_layer_norm(x, gamma).rounded("y", np.float64)
     exact = exact_layer_norm(x, gamma, -xhat[0])
     plain = np.zeros((1, 64), np.float32)
@@ -171,14 +171,14 @@ def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
     bad = exact.check_contract(dbeta=np.array([1e-20, 4.0]), dgamma=np.array([1e-320, 0.0]))
     assert not bad["dbeta"].passed
     assert bad["dbeta"].worst_excess == pytest.approx(1e-20 / (4 * 2.0**-94))
-    # Constant rows: xhat is 0, S too, and nothing is forgiven.
+    # Constant rows: xhat is 0, and so is S, which forgives nothing.
     assert bad["dgamma"].worst_excess == math.inf
     assert exact.check_contract(dbeta=np.array([1e-28, 4.0]))["dbeta"].passed
-    # The worst is what breaks the contract, however few ulp.
+    # worst_index is the element that breaks the contract, however few ulp.
     other = exact.check_contract(dbeta=np.array([1e-28, 4 + 2.0**-50]))["dbeta"]
     assert (other.passed, other.worst_index, other.second_term) == (False, (1,), 2)
     assert other.worst_excess == pytest.approx((1 - 0.51) * 2.0**-50 / (4 * 2.0**-94))
-    # Narrower data is promised sums as float64 arithmetic gives them, whatever their dtype.
+    # Sums of narrower data have the limit of float64 arithmetic, whatever their dtype.
     narrow = exact_layer_norm(np.ones((4, 2), np.float32), dy=dy)
     sums = narrow.check_contract(dbeta=np.zeros(2), dgamma=np.zeros(2))
     assert {result.limit_ulp for result in sums.values()} == {0.501}
@@ -200,8 +200,8 @@ def test_a_row_without_variance_and_eps_must_be_nan():
             exact.value(name, index)
 
 
-# The step of a central difference; and what that difference may be off by: step**2 = 5e-91 times a
-# third derivative, which the samples here keep below 1e6.
+# The step of a central difference, and the error of that difference: step**2 = 5e-91 times a third
+# derivative, which is below 1e6 for the samples here.
 STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
 EPS, OFFSET = 0.25, 0.1
 
@@ -276,7 +276,7 @@ def test_double_backward_is_the_difference_of_the_backward(kind, rng):
         return total
 
     hold_gradients(exact, loss, x=rational(x), gamma=rational(gamma), dy=rational(dy))
-    # The cotangents of the sums are 0 if they are not given.
+    # The cotangents of the sums are 0 by default.
     zeros = {"ddgamma": np.zeros(4), "ddbeta": np.zeros(4)}
     alone, same = (exact_double_backward(*inputs, kind=kind, **options) for options in ({}, zeros))
     assert same.value("dx", (1, 2)) == alone.value("dx", (1, 2))
@@ -303,7 +303,7 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
             assert (good.passed, good.misrounded, good.worst_ulp <= 0.5) == (True, 0, True)
             is_sum = actual.ndim == 1
             index, digits = (2,) if is_sum else (1, 2), (98 if wide else 48) - 4 * is_sum
-            # Far from the exact value: the error is the difference itself, the ulp nothing beside it.
+            # A value far off: the error is about the value itself, and the ulp is negligible.
             actual[index] = 2.0**40
             result = exact.check_contract(**{name: actual})[name]
             excess = 2.0 ** (40 + digits) / size[index]
