@@ -236,9 +236,8 @@ def make(call):
             values = np.round(4 * values) / 4 + 0.0
         if call.hard and name == "gamma":
             # The kernels leave samples with such a gamma to the reference.
-            values *= rng.choice(
-                [1] * 4 + [large**3], varies[: -len(lengths)] + (1,) * len(lengths)
-            )
+            of_samples = varies[: -len(lengths)] + (1,) * len(lengths)
+            values *= rng.choice([1] * 4 + [large**3], of_samples)
         if call.hard and name in {"x", "dy"}:
             values *= rng.choice([1] * 9 + [0, large], of_rows)
             values[rng.random(shape) < (0.02 if call.infinite() else 0)] = np.inf

@@ -40,7 +40,7 @@ class Mistake(NamedTuple):
     argument: str = "x"
 
 
-def _mean(a: Array) -> Array:
+def row_mean(a: Array) -> Array:
     return np.asarray(a.mean(axis=-1, keepdims=True))
 
 
@@ -52,9 +52,9 @@ def forward(
     x: Array, gamma: Array, beta: Array, eps: float = 1e-5, *, center: bool = True
 ) -> tuple[Array, Cache]:
     """Normalize over the last axis in two passes, in the dtype of `x`; return y and the cache."""
-    mean = _mean(x) * center
+    mean = row_mean(x) * center
     centered = x - mean
-    var = _mean(centered * centered)
+    var = row_mean(centered * centered)
     rstd = 1 / np.sqrt(var + float(eps))
     xhat = centered * rstd
     return gamma * xhat + beta, Cache(x, gamma, float(eps), mean, var, rstd, xhat)
@@ -70,7 +70,7 @@ def _with_dx(make: Callable[[Array, Cache], Array]) -> Backward:
 
 
 def _dx(g: Array, xhat: Array, rstd: Array, *, center: bool = True) -> Array:
-    return np.asarray(rstd * (g - _mean(g) * center - xhat * _mean(g * xhat)))
+    return np.asarray(rstd * (g - row_mean(g) * center - xhat * row_mean(g * xhat)))
 
 
 _rms_dx = partial(_dx, center=False)
@@ -101,7 +101,7 @@ def _with_rstd(make: Callable[[Cache], Array], project: Callable[..., Array] = _
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(rms_backward, "the mean of g is missing from dx"),
     "xhat term missing": Mistake(
-        _with_dx(lambda g, c: c.rstd * (g - _mean(g))), "the xhat term is missing from dx"),
+        _with_dx(lambda g, c: c.rstd * (g - row_mean(g))), "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
         _with_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
     "dgamma without rstd": Mistake(
@@ -116,7 +116,7 @@ MISTAKES: dict[str, Mistake] = {
         "the variance is divided by n - 1 in dx"),
     "n-1 in mean(g)": Mistake(
         _with_dx(lambda g, c: c.rstd * (
-            g - g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1) - c.xhat * _mean(g * c.xhat))),
+            g - g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1) - c.xhat * row_mean(g * c.xhat))),
         "the mean of g is divided by n - 1 in dx"),
     "rstd = 1/(sqrt(var)+eps)": Mistake(
         _with_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)), "rstd is 1 / (sqrt(var) + eps) in dx"),
@@ -133,7 +133,7 @@ MISTAKES: dict[str, Mistake] = {
 RMS_MISTAKES: dict[str, Mistake] = {
     "mean(g) subtracted": Mistake(backward, "the mean of g is subtracted in dx"),
     "mean(x) subtracted": Mistake(
-        _with_dx(lambda g, c: _rms_dx(g, (c.x - _mean(c.x)) * c.rstd, c.rstd)),
+        _with_dx(lambda g, c: _rms_dx(g, (c.x - row_mean(c.x)) * c.rstd, c.rstd)),
         "the mean of x is subtracted in dx"),
     "xhat term missing": Mistake(
         _with_dx(lambda g, c: c.rstd * g), "the xhat term is missing from dx"),
@@ -141,7 +141,7 @@ RMS_MISTAKES: dict[str, Mistake] = {
         _with_dx(lambda g, c: c.rstd * (g - c.xhat * (g * c.xhat).sum(axis=-1, keepdims=True))),
         "the xhat term is not divided by n in dx"),
     "rstd^2, not rstd^3": Mistake(
-        _with_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * _mean(g * c.x)),
+        _with_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * row_mean(g * c.x)),
         "the xhat term lacks rstd in dx"),
     "gamma after the projection": Mistake(
         _with_dx(lambda g, c: c.gamma * _rms_dx(g / c.gamma, c.xhat, c.rstd)),
@@ -167,7 +167,7 @@ def _chain_rule(g: Array, cache: Cache) -> Array:
     """The textbook form, through dvar and dmean."""
     centered, rstd = cache.x - cache.mean, cache.rstd
     dvar = (g * centered * -0.5 * rstd**3).sum(axis=-1, keepdims=True)
-    dmean = (-g * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * _mean(centered)
+    dmean = (-g * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * row_mean(centered)
     return np.asarray(g * rstd + (dvar * 2 * centered + dmean) / g.shape[-1])
 
 

@@ -103,11 +103,11 @@ def assert_right(
     """
     exact, judged, results = exactly(case, kind, **keywords), set(), {}
     for backend, rounding in itertools.product(backends, roundings):
-        how = {"backend": backend, "rounding": rounding}
-        actual = results[backend, rounding] = compute(case, kind, **how, **keywords)
+        options = {"backend": backend, "rounding": rounding}
+        actual = results[backend, rounding] = compute(case, kind, **options, **keywords)
         keys = {(name, rounding, array.tobytes()): name for name, array in actual.items()}
         # The same bits need no second verdict: the oracle takes most of the time.
         new = {name: actual[name] for key, name in keys.items() if key not in judged}
         judged |= keys.keys()
-        JUDGES[rounding](exact, new, (how, keywords, case))
+        JUDGES[rounding](exact, new, (options, keywords, case))
     return results

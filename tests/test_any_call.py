@@ -35,12 +35,12 @@ def as_laid_out(call, made, backend):
     get, x, dy = made.laid_out.get, made.arrays["x"], made.arrays["dy"]
     outs = [None if place is None else put(np.zeros_like(x), place) for place in call.outs[:2]]
     y_out, dx_out = (pair and pair[0] for pair in outs)
-    how = {
+    options = {
         "axis": call.axis, "gamma_offset": call.gamma_offset, "rounding": call.rounding,
         "residual": get("residual"), "where": get("where"), "backend": backend,
     }  # fmt: skip
     parameters = get("gamma"), get("beta"), call.eps
-    y, cache = forward(get("x"), *parameters, **how, out=y_out)
+    y, cache = forward(get("x"), *parameters, **options, out=y_out)
     pulled = {n: made.laid_out[n] for n in ("dsum", "drstd", "dmean") if n in made.arrays}
     pulled["accumulate"] = "accumulate" in call.keywords
     if call.apart is not None:
@@ -88,7 +88,7 @@ def as_laid_out(call, made, backend):
     places = [Place() if isinstance(place, str) else place for place in call.places]
     over = put(x, places[0])[0]
     norm = getattr(sn, f"{call.kind}_norm")
-    assert_same_bits(y, norm(over, *parameters, **how, out=over))
+    assert_same_bits(y, norm(over, *parameters, **options, out=over))
     if dy.dtype == x.dtype:
         over = put(dy, places[1])[0]
         for one, other in zip(grads, gradients(over, over), strict=True):
@@ -113,13 +113,13 @@ def of_part(call, made, i):
 
 def as_rows(call, case, keywords, backend):
     """Return the results of plain rows by name."""
-    how = {"backend": backend, "rounding": call.rounding}
-    results = compute(case, call.kind, **how, **keywords)
-    how |= {n: keywords[n] for n in ("gamma_offset", "residual", "where") if n in keywords}
-    cache = NORMS[call.kind][0](*case[:4], **how)[1]
+    options = {"backend": backend, "rounding": call.rounding}
+    results = compute(case, call.kind, **options, **keywords)
+    options |= {n: keywords[n] for n in ("gamma_offset", "residual", "where") if n in keywords}
+    cache = NORMS[call.kind][0](*case[:4], **options)[1]
     if "tx" in keywords:
         cotangents = {ddx: keywords.get(tx) for tx, ddx in calls.TANGENTS.items()}
-        second = compute(case, call.kind, **how, **cotangents)
+        second = compute(case, call.kind, **options, **cotangents)
         results |= zip(SECOND, second.values(), strict=False)
     results |= {name: getattr(cache, name) for name in KEPT}
     return {name: array for name, array in results.items() if array is not None}

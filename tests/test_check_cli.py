@@ -404,9 +404,9 @@ def test_json_is_written_whole(tmp_path, capsys):
     assert json.loads((tmp_path / "r.json").read_text())["report"]["verdict"] == "FAIL"
     assert main(["check", write(CORE + moves), "--json", "r.json"]) == 0
     shown(capsys)
-    held = json.loads((tmp_path / "r.json").read_text())
-    assert held["report"]["verdict"] == "PASS"
-    assert (held["shape"], held["eps"], held["dtype"]) == ([2, 3, 8], 1e-5, "float64")
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["report"]["verdict"] == "PASS"
+    assert (written["shape"], written["eps"], written["dtype"]) == ([2, 3, 8], 1e-5, "float64")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "r.json"]
 
 

@@ -140,22 +140,22 @@ def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     assert wrong != "y" or re.search(r'bold">\s*FAIL\b', Path("page.html").read_text("utf8"))
 
 
-@pytest.mark.parametrize("how", ["fast", "nearest", "broken nearest"])
-def test_misrounded_elements_are_counted_and_fail_nearest(how, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", ["fast", "nearest", "broken nearest"])
+def test_misrounded_elements_are_counted_and_fail_nearest(mode, capsys, tmp_path, monkeypatch):
     """One element is within 0.501 ulp but not the nearest float: by fast, and by a broken nearest."""
     cases = (c for c in near_midpoints() if c.output == "y")
     case = next(c for c in cases if layer_norm(*c[:4])[c.where] != c.expected)
-    *_, rounding = how.split()
-    if "broken" in how:
+    *_, rounding = mode.split()
+    if "broken" in mode:
         fast = lambda *a, **_: layer_norm_forward(*a)
         monkeypatch.setitem(job.NORMS, "layer", (fast, *job.NORMS["layer"][1:]))
     path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
-    assert main(["run", path, "--rounding", rounding]) == ("broken" in how)
+    assert main(["run", path, "--rounding", rounding]) == ("broken" in mode)
     shown = " ".join(capsys.readouterr().out.split())
-    missed = int(how != "nearest")
+    missed = int(mode != "nearest")
     assert f'Rounding "{rounding}".' in shown
     assert re.search(rf" y [^P]* {missed} of {case.x.size} (PASS|FAIL)", shown)
-    assert ("A CHECK FAILED" in shown) == ("broken" in how)
+    assert ("A CHECK FAILED" in shown) == ("broken" in mode)
 
 
 @pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench"])
@@ -203,10 +203,10 @@ def test_bench_writes_every_combination(monkeypatch):
     shapes = "--shape", "2", "3", "8", "--shape", "16"
     roundings = "--rounding", "fast", "--rounding", "nearest"
     assert main(["bench", *shapes, *dtypes, *roundings, "--json", "r.json"]) == 0
-    held = json.loads(Path("r.json").read_text())
+    written = json.loads(Path("r.json").read_text())
     # Two of each: shapes, dtypes, directions, roundings, fresh and out=.
-    assert len(held["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
-    for row in held["rows"]:
+    assert len(written["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
+    for row in written["rows"]:
         nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
         nbytes *= 2 if row["dtype"] == "bfloat16" else 4
         assert row["bytes_per_second"] == pytest.approx(nbytes / row["seconds"])

@@ -63,28 +63,28 @@ SPOILED = "x", "row", "dy", "dy without beta", "signs", "gamma", "beta", "gamma 
     ("backend", "shape"),
     [*((name, (35, 17)) for name in BACKENDS), *(("native", (300, 6)) for _ in [*BACKENDS][1:])],
 )
-@pytest.mark.parametrize("what", SPOILED)
+@pytest.mark.parametrize("place", SPOILED)
 def test_nan_and_inf_stay_in_their_row_and_columns(
-    what, backend, shape, rounding, kind, dtype, rng
+    place, backend, shape, rounding, kind, dtype, rng
 ):
     """The formula in float64 says which results are lost, and how; all others keep their bits."""
     arrays = dict(zip(("x", "gamma", "beta", "dy"), draw(rng, shape, dtype), strict=True))
     arrays["old"] = np.ones(shape[1], dtype)
 
     def results(x, gamma, beta, dy, old):
-        case = x, gamma, None if "without" in what else beta, 0.0, dy
-        keywords = {"accumulate": (old, old)} if what == "old" else {}
+        case = x, gamma, None if "without" in place else beta, 0.0, dy
+        keywords = {"accumulate": (old, old)} if place == "old" else {}
         return compute(case, kind, rounding=rounding, backend=backend, **keywords)
 
     clean = results(**arrays)
     for bad in (-np.nan, -np.inf):
         spoiled = {name: array.copy() for name, array in arrays.items()}
-        for name in spoiled.keys() & what.removesuffix(" without beta").split():
+        for name in spoiled.keys() & place.removesuffix(" without beta").split():
             # Without a minus for "old": sums lose the sign of a NaN.
-            spoiled[name][..., 3].reshape(-1)[-1:] = -bad if what == "old" else bad
-        if what == "row":
+            spoiled[name][..., 3].reshape(-1)[-1:] = -bad if place == "old" else bad
+        if place == "row":
             spoiled["x"][1] = 0
-        if what == "signs":
+        if place == "signs":
             spoiled["dy"][[0, -1], 2] = bad, -bad
         x, gamma, beta, dy, old = (array.astype(np.float64) for array in spoiled.values())
         # The formula of RMS norm would leave zeros beside an infinite x.
@@ -93,7 +93,7 @@ def test_nan_and_inf_stay_in_their_row_and_columns(
         dx, *sums = plain_backward(dy, cache, kind)
         # The order of sums decides which elements of such a row are infinite.
         dx[~np.isfinite(dx).all(axis=1)] = np.nan
-        sums = (total + old if what == "old" else total for total in sums)
+        sums = (total + old if place == "old" else total for total in sums)
         right = dict(zip(NAMES, (y, dx, *sums), strict=True))
         for output, actual in results(**spoiled).items():
             expected, lost = right[output], ~np.isfinite(right[output])
@@ -153,9 +153,7 @@ def outliers(rng, n):
     return x
 
 
-usual = lambda rng, dtype: (np.array([[0], [1], [100]]) + rng.standard_normal((3, 33))).astype(
-    dtype
-)
+usual = lambda rng, dtype: np.add([[0], [1], [100]], rng.standard_normal((3, 33))).astype(dtype)
 ROWS = {"hard": hard} | {str(dtype): partial(usual, dtype=dtype) for dtype in DTYPES}
 ROWS |= {f"outliers in {n}": partial(outliers, n=n) for n in (64, 1024, 10_000)}
 
@@ -166,10 +164,8 @@ def test_statistics_are_near_the_exact_ones(rng, rows, backend, eps):
     x, limit = ROWS[rows](rng), Fraction(501, 1000)
     ulp = lambda value: limit * Fraction(float(np.spacing(abs(float(value)))))
     c = Fraction(1, 2**98 if x.dtype == np.float64 else 2**48)
-    cache, exact = (
-        sn.layer_norm_forward(x, eps=eps, backend=backend)[1],
-        sn.exact_layer_norm(x, eps=eps),
-    )
+    cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
+    exact = sn.exact_layer_norm(x, eps=eps)
     assert cache.mean.dtype == cache.rstd.dtype == np.float64
     for row, (mean, rstd) in enumerate(zip(cache.mean.flat, cache.rstd.flat, strict=True)):
         center, square = exact.mean(row), exact.var(row) + Fraction(eps)

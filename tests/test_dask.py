@@ -72,10 +72,10 @@ def test_families(name, dtype, rng):
     if not FAMILIES[name].applies(dtype, 7):
         return
     case = make_case(name, dtype, 7, max(6, FAMILIES[name].smallest_rows))
-    how = {"backend": "numpy" if dtype == np.float16 else None}
+    options = {"backend": "numpy" if dtype == np.float16 else None}
     kind = sorted(NORMS)[rng.random() < 0.3]
     for rounding in ("fast", "nearest"):
-        expected, lazy = results(case, lambda a: cut(rng, a), kind, rounding=rounding, **how)
+        expected, lazy = results(case, lambda a: cut(rng, a), kind, rounding=rounding, **options)
         actual = dask.compute(lazy, scheduler="synchronous")[0]
         count = None if rounding == "nearest" else 4
         same(actual[:count], expected[:count])

@@ -144,18 +144,14 @@ def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp
     done = run("sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html", DOCS, tmp_path)
     assert done.returncode == 0, done.stderr
     kinds = "html", "css", "svg"
-    files = {
-        path: path.read_text("utf-8") for kind in kinds for path in tmp_path.rglob(f"*.{kind}")
-    }
+    files = {p: p.read_text("utf-8") for kind in kinds for p in tmp_path.rglob(f"*.{kind}")}
     assert len(files) > len(PAGES)
     fetching = [path.name for path, text in files.items() if FETCHED.search(text)]
     assert fetching == []
     # No text outside code may show a formula: Markdown would have taken it for text.
     hidden = re.compile(r"<(pre|code|script|annotation)\b.*?</\1>|<[^>]*>", re.DOTALL)
     formula = re.compile(r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}")
-    texts = {
-        path.name: hidden.sub("", text) for path, text in files.items() if path.suffix == ".html"
-    }
+    texts = {p.name: hidden.sub("", text) for p, text in files.items() if p.suffix == ".html"}
     assert {name: match[0] for name, text in texts.items() if (match := formula.search(text))} == {}
     names = [name for action in _parser()._actions for name in action.choices or ()]
     assert "diagnose" in names

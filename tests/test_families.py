@@ -219,9 +219,8 @@ def test_a_family_is_what_its_title_says(name, dtype):
 def test_a_million_positive_rows_do_not_drift(backend):
     """NumPy's float32 sum over axis 0 is off by 1.8e-4 here: it adds one row at a time."""
     dy = np.random.default_rng(0).random((1_000_000, 2), dtype=np.float32) + 0.5
-    _, cache = layer_norm_forward(
-        dy, np.ones(2, np.float32), np.zeros(2, np.float32), backend=backend
-    )
+    gamma, beta = np.ones(2, np.float32), np.zeros(2, np.float32)
+    _, cache = layer_norm_forward(dy, gamma, beta, backend=backend)
     dbeta = layer_norm_backward(dy, cache, wrt=("beta",)).dbeta
     # The sum is below 2^21 and a multiple of 2^-24: exact in float64.
     expected = dy.sum(axis=0, dtype=np.float64)

@@ -404,9 +404,9 @@ def test_every_report_has_lines_and_json(name, tmp_path):
     assert max(map(len, lines)) <= 100
     text = report.to_json(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == text
-    held = json.loads(text, parse_constant=pytest.fail)
-    assert held == report.as_dict()
-    assert (held["verdict"], float(held["resolution"])) == (report.verdict, report.resolution)
-    for result, argument in zip(report.arguments, held["arguments"], strict=True):
+    written = json.loads(text, parse_constant=pytest.fail)
+    assert written == report.as_dict()
+    assert (written["verdict"], float(written["resolution"])) == (report.verdict, report.resolution)
+    for result, argument in zip(report.arguments, written["arguments"], strict=True):
         np.testing.assert_equal(float(argument["actual"]), result.actual)
         assert argument["index"] == (None if result.index is None else list(result.index))

@@ -94,17 +94,17 @@ def test_results_at_any_address_have_the_same_bits(dtype, rounding, rng):
     """The last 12 bits of addresses decide whether rows are written from their ends, or past the caches."""
     for rows, n in ((9, 5), (9, 35), (9, 300), ((9 << 18) // 769, 769), (9 << 8, 1024)):
         x, dy, gamma, beta = make(rng, rows, n, (dtype,) * 4)
-        how = {"rounding": rounding, "backend": "native"}
-        y, cache = sn.layer_norm_forward(x, gamma, beta, **how)
+        options = {"rounding": rounding, "backend": "native"}
+        y, cache = sn.layer_norm_forward(x, gamma, beta, **options)
         dx = sn.layer_norm_backward(dy, cache).dx
-        few, of_few = sn.layer_norm_forward(x[5:7], gamma, beta, **how)
+        few, of_few = sn.layer_norm_forward(x[5:7], gamma, beta, **options)
         assert few.tobytes() == y[5:7].tobytes()
         assert sn.layer_norm_backward(dy[5:7], of_few).dx.tobytes() == dx[5:7].tobytes()
         room = np.empty(x.nbytes + 4096, np.uint8)
         for behind in (-64, 0, 4, 16, 32, 64, 2048):
             start = (x.ctypes.data + behind - room.ctypes.data) % 4096
             out = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-            sn.layer_norm_forward(x, gamma, beta, out=out, **how)
+            sn.layer_norm_forward(x, gamma, beta, out=out, **options)
             assert out.tobytes() == y.tobytes()
             sn.layer_norm_backward(dy, cache, out=(out, None, None))
             assert out.tobytes() == dx.tobytes()
@@ -236,9 +236,9 @@ class Control:
             self.library = ctypes.PyDLL("libm.so.6")
 
     def environment(self):
-        held = ctypes.create_string_buffer(256)
-        self.library.fegetenv(held)
-        return held, ctypes.c_uint32.from_buffer(held, PLACE[0])
+        buffer = ctypes.create_string_buffer(256)
+        self.library.fegetenv(buffer)
+        return buffer, ctypes.c_uint32.from_buffer(buffer, PLACE[0])
 
     def settings(self):
         # The last six bits on x86 are flags of past events, not settings.
@@ -247,9 +247,9 @@ class Control:
 
     def __enter__(self):
         self.before = self.environment()[0]
-        held, word = self.environment()
+        buffer, word = self.environment()
         word.value |= self.bits
-        self.library.fesetenv(held)
+        self.library.fesetenv(buffer)
         assert self.settings() & self.bits == self.bits
         self.inside = self.settings()
 

@@ -60,8 +60,8 @@ def in_pairs(steps, kind, x, dy, gamma, beta, eps, low=0.0):
     (rows, n), like_x = x.shape, (len(x), 3, apart)
     y, dx, sums = np.zeros(like_x), np.zeros(like_x), np.zeros((2, 3, apart))
     case = (array.astype(np.float64) for array in (dy, x))
-    how = int(kind == "layer"), *case, rows, n, float(eps), padded, apart
-    assert steps("in_pairs", *how, y, dx, sums) == 0
+    arguments = int(kind == "layer"), *case, rows, n, float(eps), padded, apart
+    assert steps("in_pairs", *arguments, y, dx, sums) == 0
     return [np.moveaxis(array[..., :n], -2, 0) for array in (y, dx, *sums)]
 
 
@@ -165,8 +165,8 @@ def test_no_input_breaks_a_bound_of_float64(kind, far, rng, steps):
         (rows, n), (padded, apart) = x.shape, parameters(gamma, beta)
         y, dx = np.zeros((2, rows, 3, apart))
         sums, close = np.zeros((2, 2, apart)), np.zeros((2, 2, 3, apart))
-        how = int(kind == "layer"), far, dy, x, rows, n, eps, padded, apart
-        steps("in_float64", *how, y, dx, sums, close)
+        arguments = int(kind == "layer"), far, dy, x, rows, n, eps, padded, apart
+        steps("in_float64", *arguments, y, dx, sums, close)
         of_y, of_dx, *of_sums = in_pairs(steps, kind, *case, eps)
         zero = np.zeros(apart)
         judged = {
@@ -200,8 +200,8 @@ def test_certain_results_round_alike_within_their_bound(kind, dtype, rng, steps)
         padded, apart = parameters(*rng.standard_normal((2, n)))
         bounds, v, out = np.zeros(2), np.zeros((2, apart)), np.zeros((2, apart), dtype)
         marks = np.zeros((2, apart), np.uint8)
-        how = int(kind == "layer"), int(dtype is np.float16), dy, x, n, padded, apart
-        steps("with_errors", *how, 2.0**power / n**0.5, 2.0**power, bounds, v, out, marks)
+        arguments = int(kind == "layer"), int(dtype is np.float16), dy, x, n, padded, apart
+        steps("with_errors", *arguments, 2.0**power / n**0.5, 2.0**power, bounds, v, out, marks)
         sizes = np.stack([abs(padded[0]) + abs(padded[2]), np.ones(apart)])
         # A part of the bound is for the rounding of the ends.
         error = 0.999 * bounds[:, None] * sizes

@@ -44,11 +44,11 @@ _ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_p
 _REPEATED = {"action": "append", "default": None}
 _SEVERAL = "may be given several times; default: "
 OPTIONS = {
-    "--shape": (f"of x; {_SEVERAL}32 512 768", _REPEATED),
+    "--shape": (f"shape of x; {_SEVERAL}32 512 768", _REPEATED),
     "--dtype": (f"{_SEVERAL}float32", _REPEATED),
     "--backend": (f"{_SEVERAL}all that can be loaded", _REPEATED),
     "--rounding": (f"{_SEVERAL}fast; nearest by numpy takes much longer", _REPEATED),
-    "--kind": "of the norm; default: layer",
+    "--kind": "kind of the norm; default: layer",
     "--threads": "default: as many as any call uses",
     "--json": "write all figures to this file",
 }

@@ -62,19 +62,19 @@ _SHAPES = [(2, 3, 8), (6, 8)]
 _Data = tuple[Array, Array | None, Array | None]
 
 OPTIONS = {
-    "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
+    "file": ("a Python file; its code is run", {"nargs": None, "metavar": "FILE.py"}),
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
     "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
-    "--class": "with forward(x) and backward(dy); default: the only one there is",
-    "--kind": ("of the norm; default: the kind in its name, or layer", {"default": None}),
+    "--class": "class with forward(x) and backward(dy); default: the only one in the file",
+    "--kind": ("kind of the norm; default: the kind in its name, or layer", {"default": None}),
     "--gamma-offset": "number that the forward itself adds to gamma; default: 0",
-    "--shape": "of x; default: 2 3 8, or 6 8 if the code does not take that",
+    "--shape": "shape of x; default: 2 3 8, or 6 8 if the code does not take that",
     "--dtype": (
-        "of x, gamma, beta; default: float64, which shows the smallest errors",
+        "dtype of x, gamma, beta; default: float64, which shows the smallest errors",
         {"choices": ("float64", "float32"), "default": "float64"},
     ),
-    "--eps": ("passed to the forward; default: 1e-5", {"default": 1e-5}),
-    "--seed": "of the data; default: 0",
+    "--eps": ("eps that the forward gets; default: 1e-5", {"default": 1e-5}),
+    "--seed": "seed of the data; default: 0",
     "--json": "write all figures to this file",
 }
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = lambda done, total: show(f"comparing: {done} of {total}")
     with (
         # For results that the check cannot judge: a traceback helps nobody.
-        parts.refusing(Exception, what="the check cannot go on: ", named=True),
+        parts.refusing(Exception, prefix="the check cannot go on: ", named=True),
         parts.refusing(FaultError),
         running(arguments.file) as file,
     ):

@@ -30,7 +30,7 @@ from stablenorm.text import write_whole
 
 OPTIONS = {
     "file": "an .npy, .npz or .safetensors file; default: the bundled data",
-    "--kind": "of the norm; default: layer",
+    "--kind": "kind of the norm; default: layer",
     "--member": "array of an .npz or .safetensors file; default: x, or the only one",
     "--axis": "axes normalized together, None: all; default: -1",
     "--eps": "default: eps of the .npz file, if it has one, or 1e-5",

@@ -50,7 +50,7 @@ class Member(NamedTuple):
 
 def _whole(label: object) -> Any:
     # zipfile, zlib, json and NumPy raise a dozen kinds of errors for a damaged file.
-    return refusing(Exception, what=f"{label} must be whole, got a damaged one: ")
+    return refusing(Exception, prefix=f"{label} must be whole, got a damaged one: ")
 
 
 def list_members(path: Path) -> dict[str, Member]:

@@ -30,15 +30,15 @@ class InputError(Exception):
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], what: str = "", named: bool = False) -> Iterator[None]:
-    """Raise errors of these kinds as bad input: `what`, the error's name if `named`, its words."""
+def refusing(*kinds: type[Exception], prefix: str = "", named: bool = False) -> Iterator[None]:
+    """Raise errors of these kinds as bad input: `prefix`, the error's name if `named`, its words."""
     try:
         yield
     except (InputError, OSError, MemoryError):
         raise
     except kinds as error:
-        what += f"{type(error).__name__}: " * named
-        raise InputError(what + " ".join(str(error).split())) from error
+        prefix += f"{type(error).__name__}: " * named
+        raise InputError(prefix + " ".join(str(error).split())) from error
 
 
 def check_file(path: Path, wanted: str, suffix: str = "") -> None:

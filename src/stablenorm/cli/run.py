@@ -7,11 +7,11 @@ methods lose, and the cost of the norm. The last axis of x is normalized.
 
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
-  stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
+  stablenorm run mine.npz     x from a file; gamma, beta, dy, eps if it has them
   stablenorm run mine.npz --kind rms   an RMS norm
   stablenorm run arrays/      the same from x.npy, gamma.npy, ...
   stablenorm run mine.npz --out res.npz --html page.html
-  stablenorm run --digests    is rounding="nearest" the same here as everywhere?
+  stablenorm run --digests    has rounding="nearest" the published bits here?
 
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
@@ -47,10 +47,10 @@ from stablenorm.types import Array
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
     "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
-    "--kind": "of the norm; default: layer",
+    "--kind": "kind of the norm; default: layer",
     "--eps": "default: eps of the file, or 1e-5",
     "--rounding": "nearest: the check fails unless every element is correctly rounded; default: fast",
-    "--seed": "of a random dy, if the file has none; default: 0",
+    "--seed": "seed of a random dy, if the file has no dy; default: 0",
     "--out": "write y, dx, dgamma and dbeta to this file",
     "--html": "write the report with a picture, as a page for a browser",
     "--digests": "only compare digests of correctly rounded results with the published ones",

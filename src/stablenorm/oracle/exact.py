@@ -30,7 +30,7 @@ LIMITS = {
 @dataclass(frozen=True, slots=True)
 class ContractResult:
     """
-    How one array stands against the contract ``|error| <= limit_ulp * ulp + c * S``.
+    The verdict on one array by the contract ``|error| <= limit_ulp * ulp + c * S``.
 
     Attributes
     ----------
@@ -41,11 +41,11 @@ class ContractResult:
     misrounded : float
         The fraction of elements that are not the correctly rounded exact values; decided exactly.
     second_term : int
-        How many elements have an error above `limit_ulp`: only ``c * S`` could let them pass.
+        Number of elements with an error above `limit_ulp`: only ``c * S`` can let them pass.
     worst_excess : float
         The largest ``(error - limit_ulp * ulp) / (c * S)`` of those, or 0. At most 1 if passed.
     worst_index : tuple of int
-        Where `worst_ulp` is, or `worst_excess` if the contract is broken. Empty for an empty array.
+        Index of `worst_ulp`, or of `worst_excess` if the contract is broken. Empty for an empty array.
     limit_ulp : float
         The limit of this quantity in this dtype.
     """
