@@ -64,7 +64,7 @@ def read_only(array):
     return array
 
 
-# Functions to an array of the same shape and values. For "broadcast", `make` repeats the first row first.
+# Functions to an array of the same shape and values. For "broadcast", `make` repeats values along the first axis.
 INPUTS = {
     # bfloat16 has no other byte order.
     "other byte order": lambda a: a if a.dtype == bf else a.astype(a.dtype.newbyteorder()),

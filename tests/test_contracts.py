@@ -80,7 +80,7 @@ def test_nan_and_inf_stay_in_their_row_and_columns(
     for bad in (-np.nan, -np.inf):
         spoiled = {name: array.copy() for name, array in arrays.items()}
         for name in spoiled.keys() & place.removesuffix(" without beta").split():
-            # Without a minus for "old": sums lose the sign of a NaN.
+            # "old" gets positive ones: sums lose the sign of a NaN.
             spoiled[name][..., 3].reshape(-1)[-1:] = -bad if place == "old" else bad
         if place == "row":
             spoiled["x"][1] = 0
