@@ -75,8 +75,8 @@ def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
         for name, (_, a, _) in members.items()
     ]
     print_table("Arrays", ("member", "shape", "dtype", "size"), rows)
-    got = f", got {name}" * bool(name)
-    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{got}"
+    came = f", got {name}" * bool(name)
+    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{came}"
     raise InputError(msg)
 
 
