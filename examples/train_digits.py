@@ -154,8 +154,8 @@ def main():
     for name, norms in NORMS.items():
         for rate in RATES:
             losses, parameters = train(rate, norms)
-            last, found = np.mean(losses[-50:]), measure_accuracy(parameters)
-            print(f"{name:<20} {rate:<6} {last:<20.3f} {found:.1%}")
+            last, accuracy = np.mean(losses[-50:]), measure_accuracy(parameters)
+            print(f"{name:<20} {rate:<6} {last:<20.3f} {accuracy:.1%}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// Rows by the headers of native/, in pairs and in float64, with the bounds of their errors that the headers compute: for
-// test_nearest_bounds.py. Vectors are `apart` float64 apart; `given` holds gamma, its low part and beta.
+// For test_nearest_bounds.py: computes rows by the headers of native/, in pairs and in float64, with the headers' bounds
+// of their errors. The stride between vectors is `apart`; `padded` holds gamma, its low part and beta.
 #include <vector>
 
 #include "columns.h"
@@ -10,15 +10,14 @@ using Room = std::vector<double>;
 
 namespace pairs {
 
-// Writes y and dx of each row as high part, low part and bound; dgamma and dbeta likewise. Returns how many rows are out
-// of range.
+// Writes y, dx, dgamma and dbeta as high parts, low parts and bounds. Returns the number of rows out of range.
 template <bool LAYER>
-int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps, const double* given, Index apart, double* y, double* dx, double* sums) {
-    const Parameters parameters = {given, given + apart, given + 2 * apart};
+int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps, const double* padded, Index apart, double* y, double* dx, double* sums) {
+    const Parameters parameters = {padded, padded + apart, padded + 2 * apart};
     Call c;
     c.n = n, c.eps = eps;
     bool exact = true;
-    for (Index j = 0; j < n; j++) exact = exact && given[apart + j] == 0;
+    for (Index j = 0; j < n; j++) exact = exact && padded[apart + j] == 0;
     Room xhat((size_t)(2 * apart)), over((size_t)(6 * apart));
     int out_of_range = 0;
     for (Index i = 0; i < rows; i++, dy += n, x += n, y += 3 * apart, dx += 3 * apart) {
@@ -47,7 +46,7 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
 
 }  // namespace pairs
 
-// The backward's pass along a row, whose sums over rows go to `over`.
+// Runs the backward's pass along a row; its sums over rows go to `over`.
 template <bool LAYER, bool CENTER>
 Back<float> pulled(const float* dy, const float* x, Index n, const double* gamma, const Stats& of, double spread, Errors errors, Room& over) {
     Back<float> row = {dy, x, of.mean[0], of.mean_lo[0], of.rstd[0], LAYER ? pivot(dy, gamma, n) : 0};
@@ -57,7 +56,7 @@ Back<float> pulled(const float* dy, const float* x, Index n, const double* gamma
     return row;
 }
 
-// dgamma and dbeta of 8 columns at a time: high and low parts, and bounds.
+// Writes dgamma and dbeta, 8 columns at a time: high parts, low parts and bounds.
 template <bool LAYER, bool DEEP> void closely(const Call& c, Index n, Index apart, double* sums) {
     const Index columns[] = {0, 1, 2, 3, 4, 5, 6, 7};
     for (Index j = 0; j < n; j += 8)
@@ -68,12 +67,12 @@ template <bool LAYER, bool DEEP> void closely(const Call& c, Index n, Index apar
         }
 }
 
-// Writes y and dx of each row, each with the bound of an element and the bound of its row; dgamma and dbeta with their
-// bounds; and both again by sum_closely, from statistics in float64 and in pairs. CENTER: as far rows are.
+// Writes y and dx with the bounds of their elements and of their rows, and dgamma and dbeta with their bounds. `close` gets
+// dgamma and dbeta by sum_closely, from statistics in float64 and in pairs. CENTER: x is centered first, as in rows far from 0.
 template <bool LAYER, bool CENTER>
-void by_float64(const float* dy, const float* x, Index rows, Index n, double eps, const double* given, Index apart, double* y, double* dx, double* sums, double* close) {
+void by_float64(const float* dy, const float* x, Index rows, Index n, double eps, const double* padded, Index apart, double* y, double* dx, double* sums, double* close) {
     constexpr int Y = Y_OF<f32>;
-    const double *gamma = given, *beta = given + 2 * apart, none = 0;
+    const double *gamma = padded, *beta = padded + 2 * apart, none = 0;
     Call c;
     c.rms = !LAYER, c.rows = rows, c.n = n, c.eps = eps, c.nearest = true;
     Room words((size_t)(4 * rows)), over((size_t)(4 * apart)), sizes((size_t)apart);
@@ -89,15 +88,15 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         Errors errors = errors_of_xhat<LAYER>(size, d * d, m, chain);
         worst = {larger(worst.a, errors.a), larger(worst.b, errors.b)};
         c.spread[i] = size, c.mean[i] = of.mean[0], c.mean_lo[i] = of.mean_lo[0], c.rstd[i] = of.rstd[0];
-        Uncertified found = {at.data(), 0};
-        write_y<1, Mode<LAYER, CENTER, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, &none);
+        Uncertified uncertified = {at.data(), 0};
+        write_y<1, Mode<LAYER, CENTER, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &uncertified, &none);
         for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(gamma + j), load<Y>(beta + j)));
         Back<float> row = pulled<LAYER, CENTER>(dy, x, n, gamma, of, size, errors, over);
         Projected<Mode<LAYER, CENTER, true>> project(row);
         for (Index j = 0; j < n; j += L) {
-            Index some = n - j < L ? n - j : L;
-            Lanes<L> v = load<L>(x + j, some), xhat = (v - broadcast<L>(of.mean[0]) - broadcast<L>(of.mean_lo[0])) * broadcast<L>(of.rstd[0]);
-            store(dx + j, project(load<L>(dy + j, some), v, load<L>(gamma + j)));
+            Index width = n - j < L ? n - j : L;
+            Lanes<L> v = load<L>(x + j, width), xhat = (v - broadcast<L>(of.mean[0]) - broadcast<L>(of.mean_lo[0])) * broadcast<L>(of.rstd[0]);
+            store(dx + j, project(load<L>(dy + j, width), v, load<L>(gamma + j)));
             store(dx + apart + j, bounds_of_dx<LAYER>(row.of_dx, load<L>(dx + j), xhat));
         }
         for (Index j = 0; j < n; j++) {
@@ -116,11 +115,11 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
     closely<LAYER, false>(c, n, apart, close), closely<LAYER, true>(c, n, apart, close + 6 * apart);
 }
 
-// Writes y and dx, whose errors may be set far larger than they are: in float64, as To, and 1 where a result is not
-// certain; and the bounds of both rows, that of y beside |gamma| + |beta|.
+// Writes y and dx with errors set far larger than they are: in float64 to `v`, as To to `out`, and 1 to `open` where a
+// result is uncertified. Writes the bounds of both rows; that of y is a factor of |gamma| + |beta|.
 template <bool LAYER, class To>
-void doubts(const float* dy, const float* x, Index n, const double* given, Index apart, Errors errors, double* bounds, double* v, To* out, uint8_t* open) {
-    const double *gamma = given, *beta = given + 2 * apart;
+void doubts(const float* dy, const float* x, Index n, const double* padded, Index apart, Errors errors, double* bounds, double* v, To* out, uint8_t* open) {
+    const double *gamma = padded, *beta = padded + 2 * apart;
     Call c;
     c.n = n, c.eps = 1e-5, c.nearest = true;
     Stats of;
@@ -128,26 +127,26 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
     Room sizes((size_t)apart), sums((size_t)(4 * apart));
     for (Index j = 0; j < n; j++) sizes[(size_t)j] = std::fabs(gamma[j]) + std::fabs(beta[j]);
     std::vector<Index> at((size_t)n);
-    Uncertified found = {at.data(), 0};
+    Uncertified uncertified = {at.data(), 0};
     auto mark = [&](Index lanes, uint8_t* columns) {
-        for (Index i = 0; i < found.count; i++)
+        for (Index i = 0; i < uncertified.count; i++)
             for (Index j = at[(size_t)i]; j < n && j < at[(size_t)i] + lanes; j++) columns[j] = 1;
-        found.count = 0;
+        uncertified.count = 0;
     };
     bounds[0] = bound_of_y(errors, 1, n, 0);
     To* y = out;
-    write_y<1, Mode<LAYER, false, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
+    write_y<1, Mode<LAYER, false, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &uncertified, bounds);
     mark(Y_OF<f32>, open);
-    write_y<1, Mode<LAYER, false, true>, false>(&x, &v, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
+    write_y<1, Mode<LAYER, false, true>, false>(&x, &v, n, of, 0, {gamma, beta, sizes.data()}, 0, &uncertified, bounds);
     Back<float> row = pulled<LAYER, false>(dy, x, n, gamma, of, 1, errors, sums);
-    found.count = 0, bounds[1] = row.bound;
-    write_dx<Mode<LAYER, false, true>, false>(row, out + apart, n, gamma, 0, &found);
+    uncertified.count = 0, bounds[1] = row.bound;
+    write_dx<Mode<LAYER, false, true>, false>(row, out + apart, n, gamma, 0, &uncertified);
     mark(L, open + apart);
     Projected<Mode<LAYER, false, true>> project(row);
     for (Index j = 0; j < n; j++) v[apart + j] = project(load<L>(dy + j, 1), load<L>(x + j, 1), load<L>(gamma + j)).v[0][0];
 }
 
-// Tries bounds of a row such that an element less its bound is a midpoint of float32: how many, and how often dx is wrong.
+// Tries bounds for which an element less its bound is a midpoint of float32; counts them, and how often dx is wrong.
 template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n, const double* gamma, Index* tried) {
     Call c;
     c.n = n, c.eps = 1e-5, c.nearest = true;
@@ -162,17 +161,17 @@ template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n
         double v = value(0), below;
         uint64_t bits;
         memcpy(&bits, &v, 8);
-        // A midpoint is below, nearer than a number of float32 is above.
+        // Take elements just above a midpoint, farther from the next float32.
         if (v < 0 || (bits >> 26 & 7) != 4) continue;
         bits &= ~((1ull << 28) - 1);
         memcpy(&below, &bits, 8);
         for (int k = -20; k < 20; k++) {
             row.bound = (v - below) * (1 + k * 0x1p-52) + k * 0x1p-53 * v;
             if (!(row.bound > 0) || value(row.bound) != below) continue;
-            Uncertified found = {at.data(), 0};
-            write_dx<Mode<LAYER, false, true>, false>(row, out.data(), n, gamma, 0, &found);
+            Uncertified uncertified = {at.data(), 0};
+            write_dx<Mode<LAYER, false, true>, false>(row, out.data(), n, gamma, 0, &uncertified);
             bool doubt = false;
-            for (Index i = 0; i < found.count; i++) doubt |= at[(size_t)i] == j;
+            for (Index i = 0; i < uncertified.count; i++) doubt |= at[(size_t)i] == j;
             ++tried[0], tried[1] += !doubt && out[(size_t)j] != (float)v;
             break;
         }
@@ -183,15 +182,15 @@ template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n
 
 extern "C" {
 
-int in_pairs(int layer, const double* dy, const double* x, Index rows, Index n, double eps, const double* given, Index apart, double* y, double* dx, double* sums) {
-    return (layer ? pairs::by_pairs<true> : pairs::by_pairs<false>)(dy, x, rows, n, eps, given, apart, y, dx, sums);
+int in_pairs(int layer, const double* dy, const double* x, Index rows, Index n, double eps, const double* padded, Index apart, double* y, double* dx, double* sums) {
+    return (layer ? pairs::by_pairs<true> : pairs::by_pairs<false>)(dy, x, rows, n, eps, padded, apart, y, dx, sums);
 }
-void in_float64(int layer, int far, const float* dy, const float* x, Index rows, Index n, double eps, const double* given, Index apart, double* y, double* dx, double* sums, double* close) {
-    (far ? by_float64<true, true> : layer ? by_float64<true, false> : by_float64<false, false>)(dy, x, rows, n, eps, given, apart, y, dx, sums, close);
+void in_float64(int layer, int far, const float* dy, const float* x, Index rows, Index n, double eps, const double* padded, Index apart, double* y, double* dx, double* sums, double* close) {
+    (far ? by_float64<true, true> : layer ? by_float64<true, false> : by_float64<false, false>)(dy, x, rows, n, eps, padded, apart, y, dx, sums, close);
 }
-void with_errors(int layer, int half, const float* dy, const float* x, Index n, const double* given, Index apart, double a, double b, double* bounds, double* v, void* out, uint8_t* open) {
-    if (half) (layer ? doubts<true, f16> : doubts<false, f16>)(dy, x, n, given, apart, {a, b}, bounds, v, (f16*)out, open);
-    else (layer ? doubts<true, f32> : doubts<false, f32>)(dy, x, n, given, apart, {a, b}, bounds, v, (f32*)out, open);
+void with_errors(int layer, int half, const float* dy, const float* x, Index n, const double* padded, Index apart, double a, double b, double* bounds, double* v, void* out, uint8_t* open) {
+    if (half) (layer ? doubts<true, f16> : doubts<false, f16>)(dy, x, n, padded, apart, {a, b}, bounds, v, (f16*)out, open);
+    else (layer ? doubts<true, f32> : doubts<false, f32>)(dy, x, n, padded, apart, {a, b}, bounds, v, (f32*)out, open);
 }
 void try_midpoints(int layer, const float* dy, const float* x, Index n, const double* gamma, Index* tried) {
     (layer ? at_midpoints<true> : at_midpoints<false>)(dy, x, n, gamma, tried);

@@ -18,7 +18,7 @@ MIXTURES = [
     (f2, f2, f4, f4),
     (bf, bf, f4, f4),
     (f4, f4, None, None),
-    # Float64 beside narrower arrays.
+    # float64 beside narrower arrays.
     (f4, f8, f8, bf),
     (f8, bf, f2, None),
     (f2, f4, bf, f8),
@@ -31,7 +31,7 @@ POISON = 0xA5
 
 
 class Place(NamedTuple):
-    """A place in memory: the axis that is last, and the bytes between elements, between rows and in front."""
+    """A place in memory: the first axis in it, the step of elements, bytes between rows and in front."""
 
     first: int = 0
     step: int = 1
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def put(array, place):
-    """Return a copy of `array` in poisoned memory, and that memory."""
+    """Copy `array` into poisoned memory; return the copy and the memory."""
     order = (*range(place.first, array.ndim), *range(min(place.first, array.ndim)))
     strides, stride = {}, array.itemsize * place.step
     for axis in reversed(order):
@@ -64,7 +64,7 @@ def read_only(array):
     return array
 
 
-# Each returns an array of the same shape and values. "broadcast": `make` repeats values along the first axis.
+# Functions to an array of the same shape and values. For "broadcast", `make` repeats values along the first axis.
 INPUTS = {
     # bfloat16 has no other byte order.
     "other byte order": lambda a: a if a.dtype == bf else a.astype(a.dtype.newbyteorder()),
@@ -92,7 +92,7 @@ class Call(NamedTuple):
     dtypes: tuple[Any, ...]
     # Places of x, dy, gamma and beta, residual and dsum.
     places: tuple[Any, ...] = (Place(),) * 4
-    # The places of y, dx, dgamma and dbeta; None: without `out`, if nothing is to be added to.
+    # Places of y, dx, dgamma and dbeta; None: no `out`, except for the sums with accumulate.
     outs: tuple[Any, ...] = (None,) * 4
     offset: float = 0.0
     eps: float = 1e-5
@@ -101,15 +101,15 @@ class Call(NamedTuple):
     gamma_offset: float = 0.0
     # None, "rows" or "elements".
     mask: str | None = None
-    # Some of residual, dsum, statistics, accumulate, tangents; and the dtype of the first two, if not that of x.
-    given: tuple[str, ...] = ()
+    # A subset of residual, dsum, statistics, accumulate, tangents; the dtype of the first two if not that of x.
+    keywords: tuple[str, ...] = ()
     other: Any = None
-    # Axes along which gamma and beta vary; these, and others along which the sums are kept apart.
+    # Axes along which gamma and beta vary; axes that sum_axes leaves out, None: no sum_axes.
     varying: tuple[int, ...] = ()
     apart: tuple[int, ...] | None = None
-    # Elements are multiples of 1/4, so that ties abound; some rows are constant, infinite or out of range.
+    # Elements are multiples of 1/4, so that ties abound; a few rows are constant, infinite or out of range.
     hard: bool = False
-    # Bytes of x that are copied at a time.
+    # Bytes of x in one block of copies.
     block: int = plain.BLOCK
 
     def infinite(self):
@@ -126,15 +126,15 @@ PLACES = st.builds(
 def calls(draw):
     ndim = draw(st.integers(1, 4))
     axes = draw(st.permutations(range(ndim)))[: draw(st.integers(1, ndim))]
-    # Lengths around the eight lanes of the kernels and the groups of 32 rows, and rows that are none.
+    # Lengths around the eight lanes of the kernels and the groups of 32 rows; no rows.
     few = [1, 1, 2, 3, 4, 5, 7, 9, 17]
     lengths = st.sampled_from([*few, 8, 31, 40, 65] if len(axes) == 1 else few)
     rows = st.sampled_from([0, 1, 1, 2, 3, 5, 33] if ndim - len(axes) == 1 else [0, 1, 1, 2, 3, 5])
     shape = tuple(draw(lengths if i in axes else rows) for i in range(ndim))
     signed = tuple(i - ndim if draw(st.booleans()) else i for i in axes)
     others = sorted(set(range(ndim)) - set(axes))
-    some = st.sets(st.sampled_from(others)).map(sorted).map(tuple) if others else st.just(())
-    varying = draw(st.just(()) | some)
+    subset = st.sets(st.sampled_from(others)).map(sorted).map(tuple) if others else st.just(())
+    varying = draw(st.just(()) | subset)
     mask, names = draw(st.sampled_from([None, None, "rows", "elements"])), []
     for name in ("residual", "dsum", "statistics", "accumulate", "tangents"):
         names += [name] * draw(st.sampled_from([0, 0, 1]))
@@ -160,7 +160,7 @@ def calls(draw):
         tuple(names),
         draw(st.sampled_from([None, None, *KINDS])),
         varying,
-        draw(st.none() | some.map(lambda more: tuple(sorted({*more, *varying})))),
+        draw(st.none() | subset.map(lambda more: tuple(sorted({*more, *varying})))),
         draw(st.sampled_from([False, False, True])),
         draw(st.sampled_from([plain.BLOCK, 1, 100])),
     )
@@ -172,7 +172,7 @@ TANGENTS = {"tx": "ddx", "tgamma": "ddgamma", "tbeta": "ddbeta"}
 
 
 class Made(NamedTuple):
-    """The arrays of a call by their names, plain and as they lie; and how its axes are taken apart."""
+    """The arrays of a call by name, plain and laid out in memory; its axes in three groups."""
 
     arrays: dict[str, Any]
     laid_out: dict[str, Any]
@@ -183,13 +183,13 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
 
     def in_parts(self, array):
-        """Return (parts, rows, n) of an array of the shape of x, or with 1 along the normalized axes."""
+        """Return (parts, rows, n) of an array with the shape of x, or with 1 along the normalized axes."""
         groups = self.apart, self.summed, self.axes
         moved = np.ascontiguousarray(array.transpose(*itertools.chain(*groups)))
         return moved.reshape([math.prod(array.shape[i] for i in group) for group in groups])
 
     def of_parts(self, array):
-        """Return (parts, n) of gamma, beta or of a sum over rows."""
+        """Return (parts, n) of gamma, beta or a sum over rows."""
         whole = array if array.size == math.prod(self.shape) else np.broadcast_to(array, self.shape)
         return whole.reshape(-1, math.prod(self.shape[-len(self.axes) :]))
 
@@ -212,7 +212,7 @@ def make(call):
     of_x, of_dy, of_gamma, of_beta = call.dtypes
     more = shape, call.other or of_x
     # Second order has no numbers for rows out of range.
-    large = 2.0**300 if of_x == of_dy == f8 and "tangents" not in call.given else 1
+    large = 2.0**300 if of_x == of_dy == f8 and "tangents" not in call.keywords else 1
     wanted = {"x": (shape, of_x), "dy": (shape, of_dy)}
     wanted |= {"gamma": (varies, of_gamma), "beta": (varies, of_beta)}
     wanted |= {"old_dgamma": (of_sums, of_gamma), "old_dbeta": (of_sums, of_beta)}
@@ -223,7 +223,7 @@ def make(call):
         ),
         "tangents": dict(zip(TANGENTS, map(wanted.get, ("x", "gamma", "beta")), strict=True)),
     }
-    for name in call.given:
+    for name in call.keywords:
         wanted |= keywords.get(name, {})
     places = dict(zip(LIKE_X[:4], (*call.places[:2], *call.places[3:] * 2), strict=True))
     places |= {"gamma": call.places[2], "beta": call.places[3]}
@@ -235,10 +235,9 @@ def make(call):
         if call.hard:
             values = np.round(4 * values) / 4 + 0.0
         if call.hard and name == "gamma":
-            # Kernels do not do such samples.
-            values *= rng.choice(
-                [1] * 4 + [large**3], varies[: -len(lengths)] + (1,) * len(lengths)
-            )
+            # The kernels leave samples with such a gamma to the reference.
+            of_samples = varies[: -len(lengths)] + (1,) * len(lengths)
+            values *= rng.choice([1] * 4 + [large**3], of_samples)
         if call.hard and name in {"x", "dy"}:
             values *= rng.choice([1] * 9 + [0, large], of_rows)
             values[rng.random(shape) < (0.02 if call.infinite() else 0)] = np.inf
@@ -251,7 +250,7 @@ def make(call):
         for name, value in (("x", np.nan), ("dy", np.inf)):
             if places[name] != "broadcast":
                 arrays[name][hidden] = value
-    laid_out = {name: lay_out(each, places.get(name, Place())) for name, each in arrays.items()}
+    laid_out = {name: lay_out(array, places.get(name, Place())) for name, array in arrays.items()}
     summed = tuple(i for i in others if i not in apart)
     lead = tuple(shape[i] if i in apart else 1 for i in others)
     return Made(arrays, laid_out, axes, apart, summed, lead + lengths)

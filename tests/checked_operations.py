@@ -1,4 +1,4 @@
-"""Data for the gradient checker, and modules with a state that make both functions of right ones."""
+"""Data for the gradient checker, and modules with a state around a right forward and backward."""
 
 import threading
 
@@ -14,7 +14,7 @@ def data(seed, shape=(4, 8), offset=0.0, dtype=np.float64):
 
 
 class Latest:
-    """A module with a state: its backward takes a cache, and does not look at it."""
+    """A module with a state: its backward takes a cache, but uses the state of the latest forward."""
 
     def __init__(self, forward, backward):
         self._pair = forward, backward
@@ -28,26 +28,26 @@ class Latest:
 
 
 class Buffers:
-    """Fills the same arrays on every call, those of the cache as well; `locked`: not to be copied."""
+    """A module that fills the same arrays on every call; `locked`: a lock keeps the cache from being copied."""
 
     def __init__(self, forward, backward, locked=False):
-        self._pair, self._held, self._locked = (forward, backward), {}, locked
+        self._pair, self._buffers, self._locked = (forward, backward), {}, locked
 
     def _put(self, name, value):
-        there = self._held.setdefault((name, np.shape(value)), np.empty_like(value))
+        there = self._buffers.setdefault((name, np.shape(value)), np.empty_like(value))
         there[...] = value
         return there
 
     def forward(self, *args):
         y, cache = self._pair[0](*args)
-        kept = (self._put(i, each) for i, each in enumerate(cache))
-        made = type(cache)(*kept) if isinstance(cache, tuple) else self._put("cache", cache)
+        copies = (self._put(i, array) for i, array in enumerate(cache))
+        made = type(cache)(*copies) if isinstance(cache, tuple) else self._put("cache", cache)
         return self._put("y", y), (made, threading.Lock()) if self._locked else made
 
     def backward(self, dy, cache):
-        found = self._pair[1](dy, cache[0] if self._locked else cache)
-        return tuple(self._put(f"d{i}", each) for i, each in enumerate(found))
+        gradients = self._pair[1](dy, cache[0] if self._locked else cache)
+        return tuple(self._put(f"d{i}", array) for i, array in enumerate(gradients))
 
 
-def both(thing):
-    return thing.forward, thing.backward
+def both(module):
+    return module.forward, module.backward

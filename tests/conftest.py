@@ -1,4 +1,4 @@
-"""Fixtures that every test file may ask for, and where test files find what they share."""
+"""Fixtures for every test file, and the path to the modules that test files share."""
 
 import functools
 import gc
@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-# Before NumPy is loaded: two test processes on two processors leave no room for threads of OpenBLAS,
-# which spin while they wait. A gradient check of (32, 768) took 0.8 s of processors with two of
-# them, and 0.5 s with one (2-core AMD EPYC, others busy).
+# Set before NumPy is loaded: two test processes on two processors leave no room for threads of OpenBLAS,
+# which spin while they wait. A gradient check of (32, 768) took 0.8 s of processor time with two
+# threads, and 0.5 s with one (2-core AMD EPYC, others busy).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
@@ -18,20 +18,20 @@ from stablenorm import get_num_threads, set_num_threads
 from stablenorm.backends import BACKENDS
 
 try:
-    import stablenorm.native  # noqa: F401  # only whether it can be
+    import stablenorm.native  # noqa: F401  # a trial
 except ImportError:
-    # Built without a compiler: tests of all backends are then of the others.
+    # The package was built without a compiler: test the other backends.
     del BACKENDS["native"]
 
-# For `from checked_operations import check`: test files are no package, nor are those of the shim.
+# Test files and those of the shim are no packages: `from norms import compute` needs the path.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
 
 
 def pytest_collection_finish():
     """
-    Leave all modules and tests loaded by now out of garbage collections.
+    Exclude all modules and tests loaded so far from garbage collections.
 
-    A full collection takes a second of all modules and tests; with them the oracle took twice as long.
+    A full collection of them takes a second, and the oracle took twice as long.
     """
     gc.collect()
     gc.freeze()
@@ -55,7 +55,7 @@ def rng():
 
 @pytest.fixture(params=[1, 2])
 def threads(request):
-    """So many threads for a test; afterwards as many as before."""
+    """Set the number of threads for a test; restore it afterwards."""
     before = get_num_threads()
     set_num_threads(request.param)
     yield
@@ -73,8 +73,8 @@ def builds(tmp_path_factory):
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """CuPy, a fake one (fake_cupy.py), of which `use` and `launches` put a device in place."""
-    from fake_cupy import make_module  # noqa: PLC0415  # not everywhere can this be imported
+    """A fake CuPy (fake_cupy.py); `use` and `launches` give it a device."""
+    from fake_cupy import make_module  # noqa: PLC0415  # it needs fcntl, which Windows lacks
 
     module = make_module()
     monkeypatch.setitem(sys.modules, "cupy", module)
@@ -94,7 +94,7 @@ def launches(use):
 
 @pytest.fixture
 def plain_terminal(monkeypatch, tmp_path):
-    """140 columns, no colours, an empty folder; what a command adds to sys.path is taken back."""
+    """Set 140 columns, no colours, an empty folder; restore sys.path after a command."""
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(tmp_path)

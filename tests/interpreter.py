@@ -6,7 +6,7 @@ import sys
 
 
 def run_python(code, *, timeout=60, flags=(), **environment):
-    """Run `code`; return what has become of it."""
+    """Run `code`; return the completed process."""
     return subprocess.run(
         [sys.executable, "-W", "error", *flags, "-c", code],
         check=False,
@@ -18,8 +18,8 @@ def run_python(code, *, timeout=60, flags=(), **environment):
 
 
 def python(code, *, timeout=120, **environment):
-    """Run `code`, which must end well and without a word of complaint; return what it printed."""
+    """Run `code`, which must succeed and write nothing to stderr; return its output."""
     result = run_python(code, timeout=timeout, **environment)
-    # Said here: of this module, pytest shows no values.
+    # The message is explicit: pytest shows no values of asserts in this module.
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
     return result.stdout

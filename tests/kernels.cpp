@@ -20,9 +20,9 @@ struct Random {
 
 using Bytes = std::vector<uint8_t>;
 
-// Elements of all sizes: with offsets, tiny, huge, near one another; of float16 any finite bits.
+// Draws elements: of any size, tiny, huge, with an offset, near one another; for float16 any finite bits.
 Bytes elements(Random& random, Index count, Type type, int scale) {
-    Bytes found((size_t)(count * BYTES[type]));
+    Bytes drawn((size_t)(count * BYTES[type]));
     for (Index i = 0; i < count; i++) {
         double v = random.signed_unit();
         if (scale == 1) v = v * 1e-38;
@@ -35,9 +35,9 @@ Bytes elements(Random& random, Index count, Type type, int scale) {
         if (type == BF16) bits >>= 16;
         if (type == F16) bits = (uint32_t)(scale < 3 ? random() % 0x7c00 : 0x3c00 + random() % 64) | (uint32_t)(random() & 0x8000);
         const void* from = type == F64 ? (const void*)&v : &bits;
-        memcpy(found.data() + i * BYTES[type], from, (size_t)BYTES[type]);
+        memcpy(drawn.data() + i * BYTES[type], from, (size_t)BYTES[type]);
     }
-    return found;
+    return drawn;
 }
 
 Rows rows_of(Bytes& data, Type type, Index n) { return {(char*)data.data(), type, n * BYTES[type]}; }
@@ -46,7 +46,7 @@ void add_to(uint64_t& digest, const void* data, size_t bytes) {  // FNV-1a
     for (size_t i = 0; i < bytes; i++) digest = (digest ^ ((const uint8_t*)data)[i]) * 1099511628211u;
 }
 
-// A forward and its backward, whose results go to the digest.
+// Runs a forward and its backward; adds the results to the digest.
 void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, Index n, int scale, int threads, uint64_t& digest) {
     Call c;
     c.rms = rms, c.nearest = nearest, c.in_pairs = type == F64, c.eps = 1e-5, c.rows = rows, c.n = n;
@@ -71,7 +71,7 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n, c.partial[i] = (double*)partial.data() + 3 * i * n;
     jobs::plan(c);
     state = 4 * state + jobs::run(c, threads);
-    for (Bytes* each : {&y, &dx, &sums[0], &sums[1], &uncertified, &marks}) add_to(digest, each->data(), each->size());
+    for (Bytes* data : {&y, &dx, &sums[0], &sums[1], &uncertified, &marks}) add_to(digest, data->data(), data->size());
     add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);
 }
 
@@ -89,7 +89,7 @@ int from_many_threads() {
     std::vector<std::thread> callers;
     for (int k = 0; k < 4; k++)
         callers.emplace_back([&, k] { differs[k] = digest_of(k % 2 ? F64 : F32, k % 2, false, 3) != expected[k % 2]; });
-    for (std::thread& each : callers) each.join();
+    for (std::thread& caller : callers) caller.join();
     return differs[0] || differs[1] || differs[2] || differs[3];
 }
 
@@ -99,8 +99,8 @@ int main(int count, char** words) {
     const char *names[] = {"float32", "bfloat16", "float16", "float64"}, *asked = count > 1 ? words[1] : "";
     jobs::kernels = *jobs::available();
     if (!strcmp(asked, "threads")) return from_many_threads();
-    for (auto each = jobs::available(); *each; each++)
-        if (!strcmp((*each)->name, asked)) jobs::kernels = *each;
+    for (auto kernels = jobs::available(); *kernels; kernels++)
+        if (!strcmp((*kernels)->name, asked)) jobs::kernels = *kernels;
     for (Type type : {F32, BF16, F16, F64})
         for (bool rms : {false, true})
             for (bool nearest : {false, true})

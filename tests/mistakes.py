@@ -1,10 +1,10 @@
 """
 Backward passes that are wrong in known ways, and right ones written differently.
 
-Made to test instruments on: a gradient checker must find every mistake and accept every variant.
-All work on (..., n), normalized over the last axis, in the dtype that they are given, and share
-one plain two-pass `forward`, or `rms_forward`, whose cache the wrong backwards misuse. Each mistake
-spoils one gradient and leaves the other two right, so that it can be asked where it was found.
+They test instruments: a gradient checker must find every mistake and accept every variant. All work
+on (..., n), normalized over the last axis, in the dtype of their arguments, and share one plain
+two-pass `forward`, or `rms_forward`, whose cache the wrong backwards misuse. A mistake spoils one
+gradient and leaves the other two right, so a test can ask where the checker found it.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
 Backward = Callable[[Array, Any], Gradients]
 
 
-class Kept(NamedTuple):
-    """The arrays that the plain forward keeps for a backward."""
+class Cache(NamedTuple):
+    """The arrays that the plain forward stores for a backward."""
 
     x: Array
     gamma: Array
@@ -33,14 +33,14 @@ class Kept(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """A wrong backward, the sentence that a checker should find, and whose gradient it spoils."""
+    """A wrong backward, the sentence that a checker should say, and the argument whose gradient is spoiled."""
 
     backward: Backward
     diagnosis: str
     argument: str = "x"
 
 
-def _mean(a: Array) -> Array:
+def row_mean(a: Array) -> Array:
     return np.asarray(a.mean(axis=-1, keepdims=True))
 
 
@@ -50,32 +50,32 @@ def _sum_rows(a: Array) -> Array:
 
 def forward(
     x: Array, gamma: Array, beta: Array, eps: float = 1e-5, *, center: bool = True
-) -> tuple[Array, Kept]:
-    """Normalize over the last axis in two passes, in the dtype given; return y and the cache."""
-    mean = _mean(x) * center
+) -> tuple[Array, Cache]:
+    """Normalize over the last axis in two passes, in the dtype of `x`; return y and the cache."""
+    mean = row_mean(x) * center
     centered = x - mean
-    var = _mean(centered * centered)
+    var = row_mean(centered * centered)
     rstd = 1 / np.sqrt(var + float(eps))
     xhat = centered * rstd
-    return gamma * xhat + beta, Kept(x, gamma, float(eps), mean, var, rstd, xhat)
+    return gamma * xhat + beta, Cache(x, gamma, float(eps), mean, var, rstd, xhat)
 
 
 # Divides by the root mean square of the last axis; the cache has mean 0.
 rms_forward = partial(forward, center=False)
 
 
-def _with_dx(make: Callable[[Array, Kept], Array]) -> Backward:
-    """Build a backward whose dx is what `make` returns for g, with the right dgamma and dbeta."""
+def _with_dx(make: Callable[[Array, Cache], Array]) -> Backward:
+    """Build a backward whose dx is ``make(g, cache)``, with the right dgamma and dbeta."""
     return lambda dy, c: (make(c.gamma * dy, c), _sum_rows(dy * c.xhat), _sum_rows(dy))
 
 
 def _dx(g: Array, xhat: Array, rstd: Array, *, center: bool = True) -> Array:
-    return np.asarray(rstd * (g - _mean(g) * center - xhat * _mean(g * xhat)))
+    return np.asarray(rstd * (g - row_mean(g) * center - xhat * row_mean(g * xhat)))
 
 
 _rms_dx = partial(_dx, center=False)
 
-# The right dx, dgamma, dbeta, in the plain form, for the caches of both forwards.
+# The right backwards, in the plain form, for the caches of both forwards.
 backward = _with_dx(lambda g, c: _dx(g, c.xhat, c.rstd))
 rms_backward = _with_dx(lambda g, c: _rms_dx(g, c.xhat, c.rstd))
 
@@ -83,8 +83,8 @@ rms_backward = _with_dx(lambda g, c: _rms_dx(g, c.xhat, c.rstd))
 def _spoiled_dx(where: Any, factor: float) -> Backward:
     """Build a backward that multiplies a part of the right dx, seen as (rows, n)."""
 
-    def make(g: Array, cache: Kept) -> Array:
-        # C order, whatever that of dy: to be spoiled through a view.
+    def make(g: Array, cache: Cache) -> Array:
+        # C order, whatever the order of dy: the reshape below must be a view.
         dx = np.ascontiguousarray(_dx(g, cache.xhat, cache.rstd))
         dx.reshape(-1, dx.shape[-1])[where] *= factor
         return dx
@@ -92,7 +92,7 @@ def _spoiled_dx(where: Any, factor: float) -> Backward:
     return _with_dx(make)
 
 
-def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _dx) -> Backward:
+def _with_rstd(make: Callable[[Cache], Array], project: Callable[..., Array] = _dx) -> Backward:
     """Build a backward that recomputes rstd, and from it xhat, for dx."""
     return _with_dx(lambda g, c: project(g, (c.x - c.mean) * make(c), make(c)))
 
@@ -101,7 +101,7 @@ def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _d
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(rms_backward, "the mean of g is missing from dx"),
     "xhat term missing": Mistake(
-        _with_dx(lambda g, c: c.rstd * (g - _mean(g))), "the xhat term is missing from dx"),
+        _with_dx(lambda g, c: c.rstd * (g - row_mean(g))), "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
         _with_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
     "dgamma without rstd": Mistake(
@@ -116,7 +116,7 @@ MISTAKES: dict[str, Mistake] = {
         "the variance is divided by n - 1 in dx"),
     "n-1 in mean(g)": Mistake(
         _with_dx(lambda g, c: c.rstd * (
-            g - g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1) - c.xhat * _mean(g * c.xhat))),
+            g - g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1) - c.xhat * row_mean(g * c.xhat))),
         "the mean of g is divided by n - 1 in dx"),
     "rstd = 1/(sqrt(var)+eps)": Mistake(
         _with_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)), "rstd is 1 / (sqrt(var) + eps) in dx"),
@@ -133,7 +133,7 @@ MISTAKES: dict[str, Mistake] = {
 RMS_MISTAKES: dict[str, Mistake] = {
     "mean(g) subtracted": Mistake(backward, "the mean of g is subtracted in dx"),
     "mean(x) subtracted": Mistake(
-        _with_dx(lambda g, c: _rms_dx(g, (c.x - _mean(c.x)) * c.rstd, c.rstd)),
+        _with_dx(lambda g, c: _rms_dx(g, (c.x - row_mean(c.x)) * c.rstd, c.rstd)),
         "the mean of x is subtracted in dx"),
     "xhat term missing": Mistake(
         _with_dx(lambda g, c: c.rstd * g), "the xhat term is missing from dx"),
@@ -141,7 +141,7 @@ RMS_MISTAKES: dict[str, Mistake] = {
         _with_dx(lambda g, c: c.rstd * (g - c.xhat * (g * c.xhat).sum(axis=-1, keepdims=True))),
         "the xhat term is not divided by n in dx"),
     "rstd^2, not rstd^3": Mistake(
-        _with_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * _mean(g * c.x)),
+        _with_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * row_mean(g * c.x)),
         "the xhat term lacks rstd in dx"),
     "gamma after the projection": Mistake(
         _with_dx(lambda g, c: c.gamma * _rms_dx(g / c.gamma, c.xhat, c.rstd)),
@@ -160,34 +160,34 @@ RMS_MISTAKES: dict[str, Mistake] = {
 # fmt: on
 
 
-# ---- right, written differently: each in the dtype given ----
+# ---- right, written differently, in the dtype of the arguments ----
 
 
-def _chain_rule(g: Array, cache: Kept) -> Array:
-    """The textbook: through dvar and dmean."""
+def _chain_rule(g: Array, cache: Cache) -> Array:
+    """The textbook form, through dvar and dmean."""
     centered, rstd = cache.x - cache.mean, cache.rstd
     dvar = (g * centered * -0.5 * rstd**3).sum(axis=-1, keepdims=True)
-    dmean = (-g * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * _mean(centered)
+    dmean = (-g * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * row_mean(centered)
     return np.asarray(g * rstd + (dvar * 2 * centered + dmean) / g.shape[-1])
 
 
-def _n_times_dy(g: Array, cache: Kept) -> Array:
-    """Everything times n, divided by n at the end."""
+def _n_times_dy(g: Array, cache: Cache) -> Array:
+    """All terms times n, divided by n at the end."""
     n = g.shape[-1]
     total, slope = (a.sum(axis=-1, keepdims=True) for a in (g, g * cache.xhat))
     return np.asarray(cache.rstd / n * (n * g - total - cache.xhat * slope))
 
 
-def _expanded(dy: Array, cache: Kept, *, center: bool = True) -> Gradients:
-    """Written out in sums over centered x, as fused kernels do: dx = a g + b centered + c."""
+def _expanded(dy: Array, cache: Cache, *, center: bool = True) -> Gradients:
+    """The form of fused kernels, with sums over centered x: dx = a g + b centered + c."""
     n, g, centered, a = dy.shape[-1], cache.gamma * dy, cache.x - cache.mean, cache.rstd
     b = -(a**3) * (g * centered).sum(axis=-1, keepdims=True) / n
     c = -a * g.sum(axis=-1, keepdims=True) / n * center
     return a * g + b * centered + c, _sum_rows(dy * centered * a), _sum_rows(dy)
 
 
-def _blocked(dy: Array, cache: Kept) -> Gradients:
-    """Rows and columns in blocks of 5, partial sums added up."""
+def _blocked(dy: Array, cache: Cache) -> Gradients:
+    """Sums in blocks of 5 rows or columns, added up."""
     g, xhat, n = cache.gamma * dy, cache.xhat, dy.shape[-1]
     starts = range(5, n, 5), range(5, dy.size // n, 5)
     total, slope = (

@@ -1,4 +1,4 @@
-"""Both norms by their names, what a call of them gives, and how the oracle judges it."""
+"""Both norms by name, calls of them, and judges that compare the results with the oracle."""
 
 import itertools
 
@@ -19,7 +19,7 @@ SECOND_ORDER = {
     "rms": (sn.rms_norm_jvp, sn.rms_norm_double_backward),
 }
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
-# Made to cancel: there the second term of the contract decides the last bits.
+# Families that cancel: the second term of the contract decides their last bits.
 CANCELLING = {
     "y": {"F07", "F32"},
     "dgamma": {"F07"},
@@ -30,61 +30,61 @@ OF_FORWARD = {"gamma_offset", "residual", "where"}
 
 def draw(rng, shape, dtype=np.float32):
     """Return x, gamma, beta and dy from N(0, 1)."""
-    arrays = (rng.standard_normal(each) for each in (shape, shape[-1], shape[-1], shape))
-    return [each.astype(dtype) for each in arrays]
+    arrays = (rng.standard_normal(size) for size in (shape, shape[-1], shape[-1], shape))
+    return [array.astype(dtype) for array in arrays]
 
 
-def compute(case, kind="layer", *, backend=None, rounding="fast", accumulate=None, **given):
+def compute(case, kind="layer", *, backend=None, rounding="fast", accumulate=None, **keywords):
     """
-    Return the results by their names in the oracle, whose keywords `given` are.
+    Return the results by name; names and `keywords` are those of the oracle.
 
-    With tx, ty of the jvp as well; with ddx, those of the double backward alone.
+    With tx, the results include ty of the jvp; with ddx, they are those of the double backward.
     """
     (forward, backward, _), (jvp, double_backward) = NORMS[kind], SECOND_ORDER[kind]
-    of_forward = {name: given.pop(name) for name in OF_FORWARD & given.keys()}
+    of_forward = {name: keywords.pop(name) for name in OF_FORWARD & keywords.keys()}
     y, cache = forward(*case[:4], backend=backend, rounding=rounding, **of_forward)
-    if "ddx" in given:
-        results = double_backward(given.pop("ddx"), case[4], cache, **given)
+    if "ddx" in keywords:
+        results = double_backward(keywords.pop("ddx"), case[4], cache, **keywords)
         return dict(zip(("ddy", "dx", "dgamma"), results, strict=True))
-    found = {"y": y}
-    if "tx" in given:
-        tangents = [given.pop(name, None) for name in ("tx", "tgamma", "tbeta")]
-        found["ty"] = jvp(tangents[0], cache, *tangents[1:])
+    results = {"y": y}
+    if "tx" in keywords:
+        tangents = [keywords.pop(name, None) for name in ("tx", "tgamma", "tbeta")]
+        results["ty"] = jvp(tangents[0], cache, *tangents[1:])
     if accumulate is not None:
-        out = None, *(None if each is None else each.copy() for each in accumulate)
-        given |= {"out": out, "accumulate": True}
-    found |= zip(NAMES[1:], backward(case[4], cache, **given), strict=True)
-    return {name: array for name, array in found.items() if array is not None}
+        out = None, *(None if array is None else array.copy() for array in accumulate)
+        keywords |= {"out": out, "accumulate": True}
+    results |= zip(NAMES[1:], backward(case[4], cache, **keywords), strict=True)
+    return {name: array for name, array in results.items() if array is not None}
 
 
-def exactly(case, kind="layer", **given):
+def exactly(case, kind="layer", **keywords):
     """Return the oracle of the same call."""
-    if "ddx" in given:
+    if "ddx" in keywords:
         x, gamma, _, eps, dy = case
-        return exact_double_backward(given.pop("ddx"), dy, x, gamma, eps, kind=kind, **given)
-    return NORMS[kind][2](*case, **given)
+        return exact_double_backward(keywords.pop("ddx"), dy, x, gamma, eps, kind=kind, **keywords)
+    return NORMS[kind][2](*case, **keywords)
 
 
 def bits(array):
     return array.view(f"u{array.itemsize}")
 
 
-def assert_same(found, expected, where=None):
+def assert_same(actual, expected, where=None):
     """Compare pairs of arrays, or of None: the dtype and every bit."""
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert (one is None) == (other is None), where
         if one is not None:
             assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes()), where
 
 
-def assert_contract(exact, found, where=None):
-    for name, result in exact.check_contract(**found).items():
+def assert_contract(exact, results, where=None):
+    for name, result in exact.check_contract(**results).items():
         assert result.passed, (name, result, where)
 
 
-def assert_nearest(exact, found, where=None):
+def assert_nearest(exact, results, where=None):
     """Compare every bit, also the sign of zeros."""
-    for name, array in found.items():
+    for name, array in results.items():
         wrong = np.argwhere(bits(array) != bits(exact.rounded(name, array.dtype)))
         assert not wrong.size, (name, array.dtype, len(wrong), wrong[0], where)
 
@@ -94,20 +94,20 @@ JUDGES = {"fast": assert_contract, "nearest": assert_nearest}
 
 
 def assert_right(
-    case, kind="layer", *, backends=tuple(BACKENDS), roundings=("fast", "nearest"), **given
+    case, kind="layer", *, backends=tuple(BACKENDS), roundings=("fast", "nearest"), **keywords
 ):
     """
     Hold each element against the exact one: the contract, and every bit of "nearest".
 
     Return the results of each backend and rounding.
     """
-    exact, judged, results = exactly(case, kind, **given), set(), {}
+    exact, judged, results = exactly(case, kind, **keywords), set(), {}
     for backend, rounding in itertools.product(backends, roundings):
-        how = {"backend": backend, "rounding": rounding}
-        found = results[backend, rounding] = compute(case, kind, **how, **given)
-        keys = {(name, rounding, each.tobytes()): name for name, each in found.items()}
-        # The same bits need no second verdict, and the oracle is what takes the time.
-        new = {name: found[name] for key, name in keys.items() if key not in judged}
+        options = {"backend": backend, "rounding": rounding}
+        actual = results[backend, rounding] = compute(case, kind, **options, **keywords)
+        keys = {(name, rounding, array.tobytes()): name for name, array in actual.items()}
+        # The same bits need no second verdict: the oracle takes most of the time.
+        new = {name: actual[name] for key, name in keys.items() if key not in judged}
         judged |= keys.keys()
-        JUDGES[rounding](exact, new, (how, given, case))
+        JUDGES[rounding](exact, new, (options, keywords, case))
     return results

@@ -1,4 +1,4 @@
-"""Arrays as exact rationals, the numbers of a dtype around one, arrays to normalize, and their S."""
+"""The norm in rational arithmetic, rounding to a dtype, and S of the contract."""
 
 import math
 from decimal import Decimal, localcontext
@@ -7,7 +7,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 
-DTYPES = [np.dtype(each) for each in ("f2", ml_dtypes.bfloat16, "f4", "f8")]
+DTYPES = [np.dtype(kind) for kind in ("f2", ml_dtypes.bfloat16, "f4", "f8")]
 NAMES = ["y", "dx", "dgamma", "dbeta"]
 
 
@@ -39,17 +39,17 @@ def nearest(value, dtype):
     """Round a Fraction to a multiple of the last place, half to even as Python does; return a float."""
     if not value:
         return 0.0
-    found = round(value / unit(value, dtype)) * unit(value, dtype)
+    rounded = round(value / unit(value, dtype)) * unit(value, dtype)
     beyond = math.inf if value > 0 else -math.inf
     largest = Fraction(float(ml_dtypes.finfo(dtype).max))
-    return beyond if abs(found) > largest else math.copysign(found, value)
+    return beyond if abs(rounded) > largest else math.copysign(rounded, value)
 
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):
     """One row of y, its mean, its rstd, by the formula; `digits` are those of the square root."""
-    kept = x if where is None else x[where]
-    mean = kept.sum() / kept.size if kind == "layer" else Fraction(0)
-    rstd = 1 / square_root(((kept - mean) ** 2).sum() / kept.size + eps, digits)
+    unmasked = x if where is None else x[where]
+    mean = unmasked.sum() / unmasked.size if kind == "layer" else Fraction(0)
+    rstd = 1 / square_root(((unmasked - mean) ** 2).sum() / unmasked.size + eps, digits)
     y = gamma * (x - mean) * rstd + beta
     return y if where is None else np.where(where, y, Fraction(0)), mean, rstd
 
@@ -63,7 +63,7 @@ def plain_backward(kind, x, gamma, eps, dy, digits=320):
 
 
 def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
-    """All four quantities as rationals, but for the rounding of the square root."""
+    """All four quantities as rationals; only the square root is rounded."""
     (x, gamma, beta, dy), eps = map(rational, (x, gamma, beta, dy)), Fraction(eps)
     y = [plain(kind, row, gamma, beta, eps, digits=digits)[0] for row in x]
     rows = zip(x, dy, strict=True)
@@ -76,7 +76,7 @@ def magnitudes(
     kind, x, gamma, beta, eps, dy, dsum=0.0, drstd=0.0, tx=0.0, tgamma=0.0, tbeta=0.0,
     old=(0.0, 0.0),
 ):  # fmt: skip
-    """S of the norm's quantities and of second order, tangents as cotangents; in float64."""
+    """S of the norm's quantities, and of second order with tangents as cotangents, in float64."""
 
     is_layer = kind == "layer"
     mean = lambda v: v.mean(-1, keepdims=True)

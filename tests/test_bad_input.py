@@ -1,4 +1,4 @@
-"""Files of every kind, whole and damaged, and options that no command can use: status 2."""
+"""Files of every kind, whole and damaged; damaged ones and unusable options give status 2 and one line."""
 
 import io
 import json
@@ -60,7 +60,7 @@ def flipped():
 
 
 def huge(name):
-    """Return an archive of some kilobytes in which one member is 256 MB of zeros."""
+    """Return an archive of a few kilobytes in which one member is 256 MB of zeros."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("x.npy", whole(X))
@@ -72,18 +72,18 @@ def huge(name):
 
 
 def tensors(data=bytes(64), **entries):
-    """Return a .safetensors file of {name: (shape, begin, end)} or, with a dtype, four of these."""
-    held = {}
+    """Return a .safetensors file of {name: (shape, begin, end)}; a fourth entry is the dtype."""
+    table = {}
     for name, (shape, *offsets, dtype) in ((n, (*e, "F32")[:4]) for n, e in entries.items()):
-        held[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-    header = json.dumps(held).encode()
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    header = json.dumps(table).encode()
     return struct.pack("<Q", len(header)) + header + data
 
 
-def found_in(*arguments):
-    """Diagnose a file, and return what was written as JSON."""
-    assert main(["diagnose", *map(str, arguments), "--json", "found.json"]) == 0
-    return json.loads(Path("found.json").read_text())
+def diagnosed(*arguments):
+    """Diagnose a file; return the diagnosis that the command wrote as JSON."""
+    assert main(["diagnose", *map(str, arguments), "--json", "out.json"]) == 0
+    return json.loads(Path("out.json").read_text())
 
 
 def expected(x, **options):
@@ -102,7 +102,7 @@ def test_every_kind_of_file_says_what_the_array_says():
     places = {"w": (x.shape, 0, bf.nbytes, "BF16"), "v": (x.shape, bf.nbytes, 3 * bf.nbytes)}
     Path("m.st").write_bytes(tensors(bf.tobytes() + x.tobytes(), **places))
     for arguments, array, options in (
-        *((name, each, {}) for name, each in stored.items()),
+        *((name, array, {}) for name, array in stored.items()),
         ("one.npz", x, {}),
         ("x.npz", x, {"eps": 1e-3}),
         ("x.npz --eps 0 --top 2", x, {"eps": 0.0, "top": 2}),
@@ -114,13 +114,13 @@ def test_every_kind_of_file_says_what_the_array_says():
         ("m.st --member v --axis 0 2", x, {"axis": (0, 2)}),
         ("c.npy --axis None", x, {"axis": None}),
     ):
-        assert found_in(*arguments.split()) == expected(array, **options), arguments
+        assert diagnosed(*arguments.split()) == expected(array, **options), arguments
 
 
 def test_files_of_the_safetensors_package_are_read():
     package = pytest.importorskip("safetensors.numpy")
     package.save_file({"x": X}, "x.safetensors")
-    assert found_in("x.safetensors") == expected(X)
+    assert diagnosed("x.safetensors") == expected(X)
     assert main(["run", "x.safetensors"]) == 0
 
 
@@ -128,7 +128,7 @@ FOUR = "must be float16, bfloat16, float32 or float64"
 LONG = 300 * "a"
 RUNS = b"open('ran', 'w').close()"
 TWO = {"a[b]ESC": whole(X), "c": whole(X)}
-# The file and what is in it, the command, words of the line.
+# The file, its content, the command, words of the error line.
 TABLE = [
     # Files that are not what they seem.
     ("x.npy", lambda: whole(X)[:-8], "diagnose x.npy", "x.npy must be whole, got a damaged one"),
@@ -216,7 +216,7 @@ NO_FILES = {
 
 @pytest.mark.parametrize("command", ["diagnose", "check"])
 @pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file_is_refused(command, kind, tmp_path, capsys):
+def test_a_path_that_is_no_file_is_refused(command, kind, tmp_path, capsys):
     NO_FILES[kind](tmp_path / "x.py")
     assert main([command, "x.py"]) == 2
     assert re.fullmatch(r"stablenorm: FILE must be .*, got x\.py.*\n", capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""Broken by what `stablenorm check` reads, adapts, prints and returns; never a traceback."""
+"""Files that `stablenorm check` reads and adapts, its words and statuses; never a traceback."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from stablenorm.cli import main
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
-# The core of every file that is checked; MEAN is where the mistake is planted.
+# The core of every file that is checked; tests plant a mistake by dropping "- mean".
 CORE = """
 import numpy as np
 def stats(x, eps):
@@ -116,7 +116,7 @@ if __name__ == "__main__":
 """.replace("PULL", PULL),
 }
 
-# A class in words, and those of the usual one; FACTOR is where dgamma is spoiled.
+# A template of classes, and the words of the usual one; FACTOR spoils dgamma.
 CLASS = """
 {head}
 class {name}:
@@ -227,7 +227,7 @@ def layer(style, core=CORE, factor="1"):
 
 
 def few(style, rows):
-    """Ask for fewer elements than by default: each takes calls of the forward. A factor is sure from n = 5 on."""
+    """Return options for fewer elements, which save calls of the forward. A factor is sure from n = 5 on."""
     return ["--shape", *["1"] * (style == "accumulated, with a rate"), rows, "5"]
 
 
@@ -261,7 +261,7 @@ def test_two_mistakes_in_a_class_of_any_style_are_named(style, capsys):
     assert "dgamma is off by a factor of 0.5" in out
 
 
-# ---- what is said of a file ----
+# ---- status and words ----
 
 FORWARD = "def layer_norm_forward(x, gamma, beta, eps):\n    "
 BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
@@ -271,7 +271,7 @@ FIXED = "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)")
 NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, mean, rstd): ..."
 
 
-# An RMS norm whose dx has a term of a layer norm, and without it.
+# An RMS norm whose dx has the mean of g, as in a layer norm; the same without it.
 WRONG_RMS = CORE.replace("x - x.mean(-1, keepdims=True)", "x")
 RMS = WRONG_RMS.replace("- mean ", "")
 RMS_FUNCTIONS = """
@@ -290,20 +290,20 @@ MY_RMS = RMS_FUNCTIONS.replace("rms_norm", "my").replace("rmsnorm", "my")
 MINE = "--forward my_forward --backward my_backward"
 PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
 NO_OTHERS = "gamma: NOT CHECKED: backward returned None for it|beta: NOT CHECKED: backward"
-# The file, options, the status, words of the output or, where the code cannot be run, of the one line of the error.
+# The file, options, the status, words of the output or, with status 2, of the error line.
 SAID = [
-    # The assumption that is said.
+    # The report says its assumptions.
     (STYLES["eps fixed inside"], "", 0, "the eps given, 1e-05, is not used: it is 0.001 inside"),
     (STYLES["CS231n: rows only, ln_param"], "--eps 0.5", 0,
      "ln_param)|x 6 x 8 float64, eps 0.5, seed 0|note: not for x of shape 2 x 3 x 8: ValueError: too many values to"),
     (STYLES["dicts, prints"], "--shape 3 5 --dtype float32", 0, "x 3 x 5 float32, eps 1e-05, seed 0"),
     (STYLES["accumulated, with a rate"], "--shape 3 4 5", 0, "Norm(5).forward(x), .back|x 3 x 4 x 5"),
-    # No gradient but dx is found, or no parameter.
+    # The check finds no gradient but dx, or no parameter.
     (HIDDEN, "--shape 2 4", 0, NO_OTHERS),
     (HIDDEN.replace("- mean ", ""), "--shape 2 4", 1, f"{NO_OTHERS}|the mean of g is missing from dx"),
-    (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta is found: dx alone is judged"),
+    (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta found: the check judges dx alone"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
-    # An RMS norm, by its name or by --kind; an offset of gamma.
+    # RMS norms, by their name or by --kind; an offset of gamma.
     *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
     *((WRONG_RMS + form, "--shape 2 4", 1, "the mean of g is subtracted in dx") for form in (RMS_FUNCTIONS, RMS_CLASS)),
     (RMS + MY_RMS, f"--shape 2 4 {MINE}", 1, "it is that of an RMS norm: say --kind rms"),
@@ -315,7 +315,7 @@ SAID = [
     (RMS + PLUS_1, "--kind rms --gamma-offset 1", 0, "PASS: an error of"),
     (RMS + PLUS_1, "--kind rms", 1, "this is not the RMS normalization asked for"),
     (WRONG_RMS + PLUS_1, "--kind rms --gamma-offset 1", 1, "mean of g is subtracted in dx"),
-    # A backward that raises, or returns anything.
+    # Backwards that raise, or return something else.
     (RAISES, "", 1, "FAIL: wrong gradient of x, gamma and beta|backward raised TypeError: grads() takes 4 positional ar"),
     (f"{FORWARD}return x, x{BACKWARD}return dy @ dy,", "--shape 2 3", 1, "backward raised ValueError: matmul|at mine.py:4"),
     *((CORE + USUAL.replace("return grads(dy, *cache)", f"dx, dw, db = grads(dy, *cache)\n    return {returned}"), "",
@@ -328,11 +328,11 @@ SAID = [
         ("{3: dx}", "got dict of 3: no dx"),
         ("dx, dw, 'no'", ""),
         ("dx.astype(complex), dw, db", ""))),
-    # Code that cannot be run.
+    # Files that cannot be run.
     ("def layer_norm_forward(:", "", 2, "SyntaxError: invalid syntax at mine.py:1\n"),
     ("\n\n1 / 0", "", 2, "ZeroDivisionError: division by zero at mine.py:3\n"),
     ("import torch_is_not_here", "", 2, "ModuleNotFoundError: No module named"),
-    ("import sys\nsys.exit(3)", "", 2, "SystemExit: 3 at mine.py:2; put what is not to be run"),
+    ("import sys\nsys.exit(3)", "", 2, "SystemExit: 3 at mine.py:2; put the script part under"),
     ("input('Which one? ')", "", 2, "EOFError: EOF when reading a line at mine.py:1"),
     ("\x00", "", 2, "null bytes"),
     ("", "", 2, "must have layer_norm_forward, or name one with --forward; it has no functions\n"),
@@ -358,7 +358,7 @@ def test_a_file_has_its_status_and_words_that_say_why(text, options, status, wor
     assert main(["check", write(text), *options.split()]) == status
     out, err = shown(capsys)
     said = err if status == 2 else out
-    assert [each for each in words.split("|") if each not in said] == [], said
+    assert [phrase for phrase in words.split("|") if phrase not in said] == [], said
     assert status != 2 or (out, err.count("\n")) == ("", 2)
     assert ("note: not for x of shape" in out) == ("not for x" in words)
 
@@ -372,7 +372,7 @@ def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
 
 
 def test_a_file_that_closes_the_streams_is_judged_all_the_same():
-    """Those that Python has, and those that the system has."""
+    """The file closes the streams of Python and of the system."""
     closing = "import os, sys\nfor s in sys.stdin, sys.stdout, sys.__stdout__: s.close()\n"
     for more in ("", "os.close(0)\n", "os.close(2)\n"):
         write(closing + more + CORE + USUAL)
@@ -404,9 +404,9 @@ def test_json_is_written_whole(tmp_path, capsys):
     assert json.loads((tmp_path / "r.json").read_text())["report"]["verdict"] == "FAIL"
     assert main(["check", write(CORE + moves), "--json", "r.json"]) == 0
     shown(capsys)
-    held = json.loads((tmp_path / "r.json").read_text())
-    assert held["report"]["verdict"] == "PASS"
-    assert (held["shape"], held["eps"], held["dtype"]) == ([2, 3, 8], 1e-5, "float64")
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["report"]["verdict"] == "PASS"
+    assert (written["shape"], written["eps"], written["dtype"]) == ([2, 3, 8], 1e-5, "float64")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "r.json"]
 
 

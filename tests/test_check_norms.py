@@ -1,4 +1,4 @@
-"""Broken by verdicts, causes and words of `check_layer_norm` and `check_rms_norm`."""
+"""Verdicts, causes and words of `check_layer_norm` and `check_rms_norm`."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ import mistakes as m
 import numpy as np
 import pytest
 from checked_operations import Buffers, Latest, both, data
-from mistakes import Kept, backward, forward, rms_backward, rms_forward
+from mistakes import Cache, backward, forward, rms_backward, rms_forward, row_mean
 from rationals import NAMES
 
 import stablenorm as sn
@@ -32,8 +32,8 @@ def test_no_false_alarm(kind, code, dtype):
         accepted = {"PASS", "INCONCLUSIVE"} if offset and dtype == np.float32 else {"PASS"}
         assert report.verdict in accepted, str(report)
         assert report.diagnosis == ()
-        notes = {each.name for each in report.findings if each.verdict == "NOTE"}
-        # A plain formula loses nothing on constant rows.
+        notes = {finding.name for finding in report.findings if finding.verdict == "NOTE"}
+        # Plain formulas lose nothing on constant rows.
         assert not notes & {"constant rows", "tiny values"}
 
 
@@ -46,7 +46,7 @@ def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset)
     exact = getattr(sn, f"exact_{kind}_norm")(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
     for name in NAMES:
         value, *_, magnitude = expected.bounds_of(name, x.dtype)
-        # 16 roundings of what the element is made of, whatever the offset.
+        # At most 16 roundings of the element's magnitude, whatever the offset.
         error = np.abs(value - exact.rounded(name, np.float64))
         assert (error <= 16 * 2.0**-53 * magnitude).all()
 
@@ -57,7 +57,7 @@ def test_a_gamma_offset_is_part_of_the_formula(kind):
     assert check(partial(front, gamma_offset=1.0), back, gamma_offset=1.0, rng=0).passed
     report = check(front, back, gamma_offset=1.0, rng=0)
     assert report.diagnosis == ("gamma_offset is not added to gamma in the forward",)
-    # Added in the forward alone.
+    # The offset is added in the forward alone.
 
     def half(x, gamma, beta, eps):
         y, cache = PLAIN[kind][0](x, gamma + 1, beta, eps)
@@ -69,11 +69,7 @@ def test_a_gamma_offset_is_part_of_the_formula(kind):
         check(front, back, np.eye(3), gamma_offset=1.0)
 
 
-# ---- of the layer norm alone ----
-
-
-def mean(a):
-    return a.mean(axis=-1, keepdims=True)
+# ---- layer norm alone ----
 
 
 def findings(report, layer, verdict):
@@ -81,12 +77,12 @@ def findings(report, layer, verdict):
 
 
 def test_right_float32_code_passes_by_the_closed_form():
-    """Too coarse for differences, which even call an element wrong."""
+    """Differences are too coarse here, and even call an element wrong."""
     args = data(1, (32, 768), 1e4, np.float32)
     report = check_layer_norm(forward, backward, *args, rng=1, probes=1)
     assert report.verdict == "PASS", str(report)
     assert "closed form" in {result.method for result in report.arguments}
-    # An offset that leaves no digits.
+    # This offset leaves no digits.
     args = data(0, (4, 768), 1e6, np.float32)
     report = check_layer_norm(forward, backward, *args, rng=0, max_elements=2, probes=1)
     assert report.verdict == "INCONCLUSIVE", str(report)
@@ -96,11 +92,11 @@ def test_right_float32_code_passes_by_the_closed_form():
 
 
 def one_pass(x, gamma, beta, eps):
-    mu = mean(x)
-    var = mean(x * x) - mu * mu
+    mu = row_mean(x)
+    var = row_mean(x * x) - mu * mu
     rstd = 1 / np.sqrt(var + eps)
     xhat = (x - mu) * rstd
-    return gamma * xhat + beta, Kept(x, gamma, eps, mu, var, rstd, xhat)
+    return gamma * xhat + beta, Cache(x, gamma, eps, mu, var, rstd, xhat)
 
 
 def test_a_one_pass_variance_is_inaccurate_not_wrong():
@@ -111,8 +107,8 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
     plain = check_layer_norm(forward, backward, *data(0), rng=0)
     # Secants reach 1e-12.
     assert plain.resolution < 1e-13
-    for each, digits in ((report, 6), (plain, 10)):
-        message = findings(each, "hard inputs", "NOTE")["offset 1e4"]
+    for result, digits in ((report, 6), (plain, 10)):
+        message = findings(result, "hard inputs", "NOTE")["offset 1e4"]
         said = re.search(r"keeps (\d+) of 16 digits", message)
         assert digits <= int(said[1]) <= digits + 3
     assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}
@@ -122,7 +118,7 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
 
 
 def spoiled(make):
-    """Build a backward from what `make` turns the right gradients into."""
+    """Build a backward that returns ``make(dy, cache, *gradients)`` of the right gradients."""
     return lambda dy, cache: make(dy, cache, *backward(dy, cache))
 
 
@@ -158,23 +154,23 @@ OTHERS = [
     (spoiled(lambda _, __, a, b, c: (a, c, b)), "dgamma and dbeta are swapped"),
     (spoiled(lambda _, __, a, b, c: (a, b / 4, c)), "dgamma is averaged over the rows, not summed"),
     (spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)), "dx is off by a factor of 1.01"),
-    # An rstd of its own everywhere, as people write it.
+    # A backward with an rstd of its own, as people write it.
     (lambda dy, k: backward(dy, k._replace(rstd=k.var**-0.5, xhat=(k.x - k.mean) * k.var**-0.5)),
      "eps is missing from rstd in dx and dgamma"),
     (lambda dy, k: backward(dy, k._replace(rstd=k.var)),
      "dx has rstd^-2 without eps in place of rstd"),
-    # Unsure causes are not named.
+    # The check names no cause that is unsure.
     (spoiled(lambda _, __, a, b, c: (a * (1 + 1e-3 * NOISE), b, c)), None),
     (spoiled(lambda dy, k, a, b, c: (a + 1e-3 * k.xhat * k.x * dy, b, c)), None),
     # Rows that see one another.
     (spoiled(lambda _, __, a, b, c: (a + 1e-9 * a.sum(axis=0), b, c)), None),
 ]  # fmt: skip
 AXES = {"shape": (2, 3, 8)}
-# The norm, a backward, the words for it, the argument that is blamed, and the data.
+# The norm, a backward, its diagnosis, the argument that is blamed, and the data.
 NAMED = [
-    # A sample of the elements is compared, and all.
-    *(("layer", *each, {"shape": (8, 96)}) for each in m.MISTAKES.values()),
-    *(("rms", *each, {}) for each in m.RMS_MISTAKES.values()),
+    # These compare a sample of the elements, the rows below all elements.
+    *(("layer", *mistake, {"shape": (8, 96)}) for mistake in m.MISTAKES.values()),
+    *(("rms", *mistake, {}) for mistake in m.RMS_MISTAKES.values()),
     *((*row, None, {"shape": (3, 4), "dtype": dtype}) for row in POWERS for dtype in ("f8", "f4")),
     *(("layer", terms(over_g=axes), LEADING("the mean of g"), None, AXES) for axes in (0, (0, 1))),
     *(("layer", terms(over_xhat=axes), LEADING("the xhat term"), None, AXES) for axes in (0, (0, 1))),
@@ -185,19 +181,19 @@ NAMED = [
 @pytest.mark.parametrize(
     ("kind", "wrong", "diagnosis", "blamed", "options"),
     NAMED,
-    ids=[f"{at}: {each[2]}" for at, each in enumerate(NAMED)],
+    ids=[f"{at}: {row[2]}" for at, row in enumerate(NAMED)],
 )
 def test_a_mistake_is_found_and_named_where_that_is_sure(kind, wrong, diagnosis, blamed, options):
     elements = {} if blamed else {"max_elements": 4}
     report = NORMS[kind][0](PLAIN[kind][0], wrong, *data(0, **options), rng=0, probes=1, **elements)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (() if diagnosis is None else (diagnosis,))
-    failed = [(each.name, each.method) for each in report.arguments if each.verdict == "FAIL"]
-    # By differences too: the closed form takes over where they see nothing.
+    failed = [(r.name, r.method) for r in report.arguments if r.verdict == "FAIL"]
+    # Differences found it: the closed form takes over only where they see nothing.
     assert blamed is None or failed == [(blamed, "secants")]
 
 
-def test_what_a_forward_makes_of_eps_and_float32_is_told():
+def test_another_eps_or_float32_inside_the_forward_is_told():
     def single(x, gamma, beta, eps):
         y, cache = forward(*(a.astype(np.float32) for a in (x, gamma, beta)), eps)
         return y.astype(np.float64), cache
@@ -212,11 +208,11 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
     assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
 
 
-# ---- what people write, right and wrong, with words that say why ----
+# ---- code as people write it, right and wrong ----
 
 
 def dx(make):
-    """Return what gives a pair of functions a dx that is made of the right one, dy and the cache."""
+    """Return a function that replaces dx of a pair by ``make(dx, dy, cache)``."""
 
     def spoil(forward, backward):
         def wrong(dy, cache):
@@ -228,8 +224,8 @@ def dx(make):
     return spoil
 
 
-def kept(change):
-    """Return what gives a pair of functions another cache, and a y that is made of it."""
+def with_cache(change):
+    """Return a function that gives a pair the cache ``change(cache)``, and the y of that cache."""
 
     def spoil(forward, backward):
         def call(x, gamma, beta, eps):
@@ -242,13 +238,13 @@ def kept(change):
 
 
 def clipped(cache):
-    """Clip rstd: of rows whose var is tiny."""
+    """Clip rstd, which changes rows whose var is tiny."""
     rstd = np.minimum(cache.rstd, 100)
     return cache._replace(rstd=rstd, xhat=(cache.x - cache.mean) * rstd)
 
 
 def by_matrix(cache):
-    """Subtract the mean by a product with I - 1/n: the rows of that sum to 0 but for rounding."""
+    """Subtract the mean by a product with I - 1/n, whose rows sum to 0 except for rounding."""
     n = cache.x.shape[-1]
     if not cache.mean.any():
         return cache
@@ -258,7 +254,7 @@ def by_matrix(cache):
 
 
 def spoiled_tail(axis):
-    """Spoil a gradient in all that lies past 8 along an axis, 1 of it in 1000."""
+    """Spoil a gradient by 1 in 1000, from the ninth row or column on."""
 
     def make(dx, *_):
         dx = dx.copy()
@@ -270,7 +266,7 @@ def spoiled_tail(axis):
 
 
 def closure(forward, backward):
-    """Buffers in a closure, which no copy reaches."""
+    """Return a pair with buffers in a closure, which no copy reaches."""
     made = Buffers(forward, backward)
 
     def call(*args):
@@ -281,12 +277,12 @@ def closure(forward, backward):
 
 
 def promoted(forward, backward):
-    """Multiply by what NumPy 2 takes for float64, as it does any of its scalars."""
-    return forward, lambda *given: tuple(each * np.float64(1) for each in backward(*given))
+    """Multiply gradients by a NumPy scalar, which makes them float64 in NumPy 2."""
+    return forward, lambda *args: tuple(gradient * np.float64(1) for gradient in backward(*args))
 
 
 def batch_norm(forward, backward):
-    """Right for 4 rows alone: elsewhere the first row sees the others."""
+    """Return a pair that is right for 4 rows only: otherwise rows see one another."""
 
     def call(x, gamma, beta, eps):
         y, cache = forward(x, gamma, beta, eps)
@@ -295,15 +291,15 @@ def batch_norm(forward, backward):
     return call, backward
 
 
-# Each form: what makes both functions of the right ones, the verdict, words of the report, and the
-# dtypes in which it is asked.
+# Forms of code: a function from the right pair to the pair to check, the verdict, words of the report, and the dtypes
+# of the test.
 WIDE, BOTH = ("float64",), ("float64", "float32")
 NO_NUMBERS = (np.nan, "NaN"), (np.inf, "infinite")
 OVERWRITTEN = "overwritten by the next call"
 FORMS = {
     "dx = 0 on constant rows": (
         dx(lambda dx, _, c: np.where(c.var < 1e-12, 0, dx)), "FAIL", "constant rows", BOTH),
-    "rstd clipped at 100": (kept(clipped), "FAIL", "constant rows", BOTH),
+    "rstd clipped at 100": (with_cache(clipped), "FAIL", "constant rows", BOTH),
     "dx = dy for n = 1": (
         dx(lambda dx, dy, _: dy if dy.shape[-1] == 1 else dx), "FAIL", "n = 1", BOTH),
     "dx = 0 for n = 2": (dx(lambda dx, *_: dx * (dx.shape[-1] != 2)), "FAIL", "n = 2", WIDE),
@@ -318,15 +314,15 @@ FORMS = {
     "a cache that cannot be copied": (
         lambda f, b: both(Buffers(f, b, locked=True)), "PASS", OVERWRITTEN, WIDE),
     "a closure over buffers": (closure, "PASS", OVERWRITTEN, WIDE),
-    "centered by a matrix": (kept(by_matrix), "PASS", "", BOTH),
+    "centered by a matrix": (with_cache(by_matrix), "PASS", "", BOTH),
     "promoted gradients": (promoted, "PASS", "", ("float32",)),
-    # Right on ordinary data alone: an absolute step inside, rows that see one another unless they are 4, and what
-    # columns in any order do not show, but for the last one, where x is 4 higher.
+    # Code that is right on ordinary data only: eps changes above 1.1e-5; rows see one another unless they are 4; rows
+    # with a mean above 3 are wrong.
     "4 x and 16 eps": (
         lambda f, b: (lambda x, gamma, beta, eps: f(x, gamma, beta, eps * (1 + 0.01 * (eps > 1.1e-5))), b),
         "FAIL", "4 x and 16 eps", WIDE),
     "the first rows alone": (batch_norm, "FAIL", "the first rows alone", WIDE),
-    "x + 4": (dx(lambda dx, _, c: dx + 1e-9 * (mean(c.x) > 3)), "FAIL", "x + 4", WIDE),
+    "x + 4": (dx(lambda dx, _, c: dx + 1e-9 * (row_mean(c.x) > 3)), "FAIL", "x + 4", WIDE),
     **{f"{word} where rows are constant": (
         dx(lambda dx, _, c, value=value: np.where(c.var < 1e-12, value, dx)),
         "FAIL", f"tiny values: dx is {word} on all rows", WIDE) for value, word in NO_NUMBERS},
@@ -348,8 +344,8 @@ def test_each_form_of_code_has_its_verdict(kind, form, dtype):
     report = NORMS[kind][0](*make(*PLAIN[kind]), *data(0, dtype=dtype), rng=0)
     assert report.verdict == verdict, str(report)
     said = [f"{f.name}: {f.message}" for f in report.findings if verdict in ("PASS", f.verdict)]
-    assert any(words in each for each in said), str(report)
-    assert verdict == "FAIL" or sum(OVERWRITTEN in each for each in said) == bool(words)
+    assert any(words in line for line in said), str(report)
+    assert verdict == "FAIL" or sum(OVERWRITTEN in line for line in said) == bool(words)
 
 
 def test_a_y_of_the_other_norm_is_told_so():
@@ -359,7 +355,7 @@ def test_a_y_of_the_other_norm_is_told_so():
 
 
 def three_axes(x, gamma, beta, eps):
-    """Loop over B and T, as teaching code does."""
+    """Take three axes only, as teaching code does."""
     B, T, _ = x.shape
     assert B * T
     return forward(x, gamma, beta, eps)
@@ -396,9 +392,8 @@ def test_a_norm_is_called_by_the_names_of_its_arguments():
 
     report = check_rms_norm(scaled, pull, rng=0)
     assert report.passed, str(report)
-    assert [each.verdict for each in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-    # Without parameters: none of the default data go to it.
-    report = check_layer_norm(
-        lambda x: forward(x, 1.0, 0.0), lambda dy, c: backward(dy, c)[0], rng=0
-    )
+    assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
+    # Functions without parameters get no gamma and beta of the default data.
+    x_alone = lambda x: forward(x, 1.0, 0.0)
+    report = check_layer_norm(x_alone, lambda dy, c: backward(dy, c)[0], rng=0)
     assert report.passed, str(report)

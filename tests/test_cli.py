@@ -1,4 +1,4 @@
-"""`stablenorm run`, `diagnose`, `bench`, costs: false alarms, missed mistakes, half-written files, untrue figures."""
+"""`stablenorm run`, `diagnose`, `bench`, costs: no false alarm, missed mistake, half-written file, untrue figure."""
 
 import html
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def save(tmp_path, **arrays):
-    """Write in.npz where the command runs; its name alone, so that no message depends on a path."""
+    """Write in.npz where the command runs; return its name alone, so that no message depends on a path."""
     np.savez(tmp_path / "in.npz", **arrays)
     return "in.npz"
 
@@ -41,27 +41,27 @@ SWAPPED = X.astype(X.dtype.newbyteorder())
     [
         ({}, "--kind layer", "E[x^2]|check_layer_norm in float64|All checks passed."),
         ({}, "--kind rms", ", RMS norm;|check_rms_norm in float64|All checks passed."),
-        # Once a false alarm: the checker took big-endian float32 for something finer.
+        # The checker once took big-endian float32 for a finer dtype: a false alarm.
         ({"x": SWAPPED, "gamma": SWAPPED[0], "dy": SWAPPED}, "", "All checks passed."),
-        # A dx beyond the largest float32 is infinity, correctly rounded; nothing else can tell.
+        # A dx beyond the largest float32 is correctly rounded to infinity; only the oracle can judge it.
         ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "", "an output overflows|No check failed."),
         ({"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]}, "",
-         "dy not given: random N(0, 1), seed 0; not used: bias, weight"),
+         "no dy in the file: random N(0, 1), seed 0; not used: bias, weight"),
     ],
 )  # fmt: skip
 def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, tmp_path, capsys):
     file = [save(tmp_path, **arrays)] if arrays else []
     assert main(["run", *file, *options.split()]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert [each for each in words.split("|") if each not in out] == []
-    # Each norm has a title and tables of its own.
+    assert [phrase for phrase in words.split("|") if phrase not in out] == []
+    # The report names the norm, and shows the methods of that norm alone.
     assert (", RMS norm;" in out) == ("rms" in options)
     assert "E[x^2]" not in out or "rms" not in options
 
 
 @pytest.mark.filterwarnings("always")
 def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
-    """Once the place in our code, and a line of it."""
+    """It once showed the place in our code, and a line of it."""
 
     def warn(problem):
         warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
@@ -79,7 +79,7 @@ FULL = "stablenorm: No space left on device\n"
 @pytest.mark.parametrize(
     ("where", "status", "words"),
     [
-        # Once 1, that of a failed check; a shell says 141 of what SIGPIPE ends.
+        # The status was once 1, that of a failed check; shells return 141 after SIGPIPE.
         ("run x.npz | true", 141, ""),
         ("run --digests | true", 141, ""),
         ("--version | true", 141, ""),
@@ -92,7 +92,7 @@ def test_output_that_goes_nowhere(where, status, words):
     if "/dev/full" in where and not Path("/dev/full").exists():
         pytest.skip("a disk that is full is Linux's")
     np.savez("x.npz", x=X)
-    # Buffered, as for users: Rich met the broken pipe in a table, and exited with 1.
+    # Output is buffered, as for users: Rich met the broken pipe in a table, and exited with 1.
     python = f"env -u PYTHONUNBUFFERED {sys.executable}"
     script = f"{python} -m stablenorm {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
@@ -119,7 +119,7 @@ def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch,
 
 @pytest.mark.parametrize("wrong", ["y", "dx", "dgamma", "dbeta"])
 def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
-    """One element 1 % off: by the oracle and by the finite differences, exit status 1."""
+    """One element is 1 % off: the oracle and finite differences see it, and the exit status is 1."""
 
     def broken(function):
         def call(*args, **options):
@@ -140,22 +140,22 @@ def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     assert wrong != "y" or re.search(r'bold">\s*FAIL\b', Path("page.html").read_text("utf8"))
 
 
-@pytest.mark.parametrize("how", ["fast", "nearest", "broken nearest"])
-def test_what_is_misrounded_is_counted_and_fails_nearest(how, capsys, tmp_path, monkeypatch):
-    """An element within 0.501 ulp that is not the nearest float: of fast, and of a broken nearest."""
+@pytest.mark.parametrize("mode", ["fast", "nearest", "broken nearest"])
+def test_misrounded_elements_are_counted_and_fail_nearest(mode, capsys, tmp_path, monkeypatch):
+    """One element is within 0.501 ulp but not the nearest float: by fast, and by a broken nearest."""
     cases = (c for c in near_midpoints() if c.output == "y")
     case = next(c for c in cases if layer_norm(*c[:4])[c.where] != c.expected)
-    *_, rounding = how.split()
-    if "broken" in how:
+    *_, rounding = mode.split()
+    if "broken" in mode:
         fast = lambda *a, **_: layer_norm_forward(*a)
         monkeypatch.setitem(job.NORMS, "layer", (fast, *job.NORMS["layer"][1:]))
     path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
-    assert main(["run", path, "--rounding", rounding]) == ("broken" in how)
+    assert main(["run", path, "--rounding", rounding]) == ("broken" in mode)
     shown = " ".join(capsys.readouterr().out.split())
-    missed = int(how != "nearest")
+    missed = int(mode != "nearest")
     assert f'Rounding "{rounding}".' in shown
     assert re.search(rf" y [^P]* {missed} of {case.x.size} (PASS|FAIL)", shown)
-    assert ("A CHECK FAILED" in shown) == ("broken" in how)
+    assert ("A CHECK FAILED" in shown) == ("broken" in mode)
 
 
 @pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench"])
@@ -167,7 +167,7 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     assert "exit status:" in shown
     assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     assert [line for line in shown.splitlines() if len(line) > 80] == []
-    # Without a command, the list of them.
+    # Without a command, usage lists all commands.
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert (out, err[:17]) == ("", "usage: stablenorm")
@@ -178,7 +178,7 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["diagnose", "--dtype", "float16"]) == 0
     out, err = capsys.readouterr()
-    # A path is one word, as long as the checkout's.
+    # A path is one word, and may be longer.
     assert [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()] == []
     assert err == ""
     assert "E[x^2] - E[x]^2" in " ".join(out.split())
@@ -188,14 +188,14 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
 
 
 def call_once(calls, **_):
-    """Call each once, instead of timing it."""
+    """Run every call once, instead of timing it."""
     for call in calls.values():
         call()
     return {name: timing.Timing(1e-3 * k, 0.9e-3 * k, 2e-3 * k) for k, name in enumerate(calls, 1)}
 
 
 def test_bench_writes_every_combination(monkeypatch):
-    """The commands, not their figures."""
+    """The figures are faked: only the combinations count."""
     monkeypatch.setattr(timing, "measure_interleaved", call_once)
     monkeypatch.setattr(timing, "measure_copy", partial(timing.measure_copy, nbytes=2**16))
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
@@ -203,10 +203,10 @@ def test_bench_writes_every_combination(monkeypatch):
     shapes = "--shape", "2", "3", "8", "--shape", "16"
     roundings = "--rounding", "fast", "--rounding", "nearest"
     assert main(["bench", *shapes, *dtypes, *roundings, "--json", "r.json"]) == 0
-    held = json.loads(Path("r.json").read_text())
-    # Shapes, dtypes, directions, roundings, and fresh or out=.
-    assert len(held["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
-    for row in held["rows"]:
+    written = json.loads(Path("r.json").read_text())
+    # Two of each: shapes, dtypes, directions, roundings, fresh and out=.
+    assert len(written["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
+    for row in written["rows"]:
         nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
         nbytes *= 2 if row["dtype"] == "bfloat16" else 4
         assert row["bytes_per_second"] == pytest.approx(nbytes / row["seconds"])
@@ -214,15 +214,15 @@ def test_bench_writes_every_combination(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
-    # Memory of an earlier result would not be new.
+    # No memory of earlier results may be reused: tracemalloc would not see it.
     request.addfinalizer(partial(set_idle_limit, get_idle_limit()))
     set_idle_limit(0)
     shape = 1000, 768
     x, dy = np.random.default_rng(0).standard_normal((2, *shape)).astype(dtype)
     norm, pull = FUNCTIONS[kind]
-    kept = plain_forward(x, x[0], x[1], kind=kind)[1]
+    plain_cache = plain_forward(x, x[0], x[1], kind=kind)[1]
     calls = {"plain NumPy": (partial(plain_forward, x, x[0], x[1], kind=kind),
-                             partial(plain_backward, dy, kept, kind))}  # fmt: skip
+                             partial(plain_backward, dy, plain_cache, kind))}  # fmt: skip
     for program, name in (("reference", "numpy"), ("fused CPU kernel", "native")):
         if name in BACKENDS:
             forward = partial(norm, x, x[0], x[1], backend=name)
@@ -238,7 +238,7 @@ def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             held = cost.count_cost(program, direction, shape, dtype, kind).held
-            # Left out: a few numbers per row and column.
+            # The formulas leave out a few numbers per row and column.
             assert held <= peak + 2**14 <= 1.06 * held + 2**18, (program, direction)
 
 
@@ -248,16 +248,16 @@ def test_a_page_is_whole_and_fetches_nothing(capsys):
     assert main(["run", name, "--kind", "rms", "--html", "page.html"]) == 0
     source = Path("page.html").read_text("utf8")
     assert name in html.unescape(source)
-    # It is XML as well.
+    # The page is XML as well.
     elements = list(ET.fromstring(source).iter())
-    count = [each.tag.rpartition("}")[2] for each in elements].count
+    count = [element.tag.rpartition("}")[2] for element in elements].count
     assert (count("svg"), count("script"), count("h1"), count("pre")) == (1, 0, 1, 1)
-    fetched = [value for each in elements for key, value in each.items()
+    fetched = [value for element in elements for key, value in element.items()
                if key.rpartition("}")[2] in {"src", "href", "action"}]  # fmt: skip
     assert all(value.startswith(("#", "data:")) for value in fetched)
     assert not re.search(r"url\((?!#)|@import|@font-face", source)
-    # The terminal and the page show the same.
+    # The terminal and the page show the same report.
     shown = capsys.readouterr().out
     assert Path("page.html").resolve().as_uri() in shown
     words = "bits of y lost, of 24", "Against the exact result", "Counted: 3 rows of 5, float32"
-    assert all(each in shown and each in source for each in words)
+    assert all(phrase in shown and phrase in source for phrase in words)

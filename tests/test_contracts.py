@@ -1,4 +1,4 @@
-"""Broken by promises beside y and gradients: imports, names, dtypes, empties, layers, caches; by what single keywords lose."""
+"""Promises beside y and gradients: imports, versions, NaN, layers, caches; and single keywords at their limits."""
 
 import pickle
 import re
@@ -42,7 +42,7 @@ def test_one_version_everywhere():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 127, 768, 50_000])
 def test_a_constant_row_is_exactly_beta(dtype, backend, n):
-    """PyTorch gives 1e-4, NumPy's two-pass +-1 (pytorch 188372); n = 1 is always constant."""
+    """PyTorch is off by 1e-4, NumPy's two-pass by 1 (pytorch 188372); n = 1 is always constant."""
     x = np.repeat([[0.1], [12345.678], [-3e4], [1e-7]], n, axis=1).astype(dtype)
     gamma, beta = np.full(n, 1e3, dtype), np.linspace(-1, 1, n).astype(dtype)
     y, cache = sn.layer_norm_forward(x, gamma, beta, 1e-12, backend=backend)
@@ -52,54 +52,54 @@ def test_a_constant_row_is_exactly_beta(dtype, backend, n):
     np.testing.assert_array_equal(dx, np.zeros_like(x))
 
 
-# Spoiled are a number of these arrays; two of one column of dy, by both signs; all the variance of a row.
+# One number of these arrays is spoiled; "signs": two of one column of dy, by both signs; "row": a row of x is 0 instead.
 SPOILED = "x", "row", "dy", "dy without beta", "signs", "gamma", "beta", "gamma and beta", "old"
 
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 @pytest.mark.parametrize(
-    # Only the kernels do many rows otherwise.
+    # The kernels alone treat many rows otherwise.
     ("backend", "shape"),
     [*((name, (35, 17)) for name in BACKENDS), *(("native", (300, 6)) for _ in [*BACKENDS][1:])],
 )
-@pytest.mark.parametrize("what", SPOILED)
+@pytest.mark.parametrize("place", SPOILED)
 def test_nan_and_inf_stay_in_their_row_and_columns(
-    what, backend, shape, rounding, kind, dtype, rng
+    place, backend, shape, rounding, kind, dtype, rng
 ):
-    """The formula in float64 says what is lost, and how; all else has the bits that it has otherwise."""
+    """The formula in float64 says which results are lost, and how; all others keep their bits."""
     arrays = dict(zip(("x", "gamma", "beta", "dy"), draw(rng, shape, dtype), strict=True))
     arrays["old"] = np.ones(shape[1], dtype)
 
     def results(x, gamma, beta, dy, old):
-        case = x, gamma, None if "without" in what else beta, 0.0, dy
-        given = {"accumulate": (old, old)} if what == "old" else {}
-        return compute(case, kind, rounding=rounding, backend=backend, **given)
+        case = x, gamma, None if "without" in place else beta, 0.0, dy
+        keywords = {"accumulate": (old, old)} if place == "old" else {}
+        return compute(case, kind, rounding=rounding, backend=backend, **keywords)
 
     clean = results(**arrays)
     for bad in (-np.nan, -np.inf):
         spoiled = {name: array.copy() for name, array in arrays.items()}
-        for name in spoiled.keys() & what.removesuffix(" without beta").split():
-            # Sums lose the sign of a NaN.
-            spoiled[name][..., 3].reshape(-1)[-1:] = -bad if what == "old" else bad
-        if what == "row":
+        for name in spoiled.keys() & place.removesuffix(" without beta").split():
+            # "old" gets positive ones: sums lose the sign of a NaN.
+            spoiled[name][..., 3].reshape(-1)[-1:] = -bad if place == "old" else bad
+        if place == "row":
             spoiled["x"][1] = 0
-        if what == "signs":
+        if place == "signs":
             spoiled["dy"][[0, -1], 2] = bad, -bad
-        x, gamma, beta, dy, old = (each.astype(np.float64) for each in spoiled.values())
-        # By the formula of RMS norm, an infinite x would leave zeros beside it.
+        x, gamma, beta, dy, old = (array.astype(np.float64) for array in spoiled.values())
+        # The formula of RMS norm would leave zeros beside an infinite x.
         x[~np.isfinite(x).all(axis=1)] = np.nan
-        y, kept = plain_forward(x, gamma, beta, 0.0, kind)
-        dx, *sums = plain_backward(dy, kept, kind)
-        # It depends on the order of sums, which elements of such a row are infinite.
+        y, cache = plain_forward(x, gamma, beta, 0.0, kind)
+        dx, *sums = plain_backward(dy, cache, kind)
+        # The order of sums decides which elements of such a row are infinite.
         dx[~np.isfinite(dx).all(axis=1)] = np.nan
-        sums = (each + old if what == "old" else each for each in sums)
+        sums = (total + old if place == "old" else total for total in sums)
         right = dict(zip(NAMES, (y, dx, *sums), strict=True))
         for output, actual in results(**spoiled).items():
             expected, lost = right[output], ~np.isfinite(right[output])
             np.testing.assert_array_equal(actual[~lost], clean[output][~lost])
             if rounding == "nearest":
-                # NaN has one bit pattern there.
+                # "nearest" writes one bit pattern of NaN.
                 expected[np.isnan(expected)] = np.nan
                 assert_same([actual[lost]], [expected[lost].astype(dtype)], output)
             elif output == "dx":
@@ -131,14 +131,14 @@ def test_layers_hold_what_they_say_and_pass_on_the_rest(rng, dtype, axis, layer,
 
 def test_parameters_of_a_layer():
     parameters = sn.LayerNorm(4, gamma=False, dtype="bfloat16").parameters
-    assert {name: each.dtype for name, each in parameters.items()} == {"beta": ml_dtypes.bfloat16}
+    assert {name: array.dtype for name, array in parameters.items()} == {"beta": ml_dtypes.bfloat16}
 
 
 # ---- the statistics that a cache shows ----
 
 
 def hard(rng):
-    """Rows out of range, rows that need a third word of the mean, and an rstd that float64 cannot hold."""
+    """Return rows out of range, rows that need a third word of the mean, and an rstd too large for float64."""
     x = rng.standard_normal((6, 33)) * [[1], [1e300], [1e-310], [1], [1], [1]]
     for row, value in ((3, 1.7), (4, 1e200)):
         x[row] = value + np.spacing(value) * (x[row] > 1)
@@ -147,15 +147,13 @@ def hard(rng):
 
 
 def outliers(rng, n):
-    """If its guess of the mean, from these, is not made again, the forward loses log2(n / 8) bits of the variance."""
+    """Return a row whose guess of the mean, from eight outliers, costs log2(n / 8) bits unless it is made again."""
     x = rng.standard_normal((1, n)).astype(np.float32)
     x[:, :: n // 8] += 1e4
     return x
 
 
-usual = lambda rng, dtype: (np.array([[0], [1], [100]]) + rng.standard_normal((3, 33))).astype(
-    dtype
-)
+usual = lambda rng, dtype: np.add([[0], [1], [100]], rng.standard_normal((3, 33))).astype(dtype)
 ROWS = {"hard": hard} | {str(dtype): partial(usual, dtype=dtype) for dtype in DTYPES}
 ROWS |= {f"outliers in {n}": partial(outliers, n=n) for n in (64, 1024, 10_000)}
 
@@ -166,10 +164,8 @@ def test_statistics_are_near_the_exact_ones(rng, rows, backend, eps):
     x, limit = ROWS[rows](rng), Fraction(501, 1000)
     ulp = lambda value: limit * Fraction(float(np.spacing(abs(float(value)))))
     c = Fraction(1, 2**98 if x.dtype == np.float64 else 2**48)
-    cache, exact = (
-        sn.layer_norm_forward(x, eps=eps, backend=backend)[1],
-        sn.exact_layer_norm(x, eps=eps),
-    )
+    cache = sn.layer_norm_forward(x, eps=eps, backend=backend)[1]
+    exact = sn.exact_layer_norm(x, eps=eps)
     assert cache.mean.dtype == cache.rstd.dtype == np.float64
     for row, (mean, rstd) in enumerate(zip(cache.mean.flat, cache.rstd.flat, strict=True)):
         center, square = exact.mean(row), exact.var(row) + Fraction(eps)
@@ -209,18 +205,18 @@ def test_a_cache_prints_on_one_line():
 @pytest.mark.parametrize("second", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
-    """Powers of two beside short numbers are midpoints, and a little more."""
+    """Sums of a short number and a power of two are midpoints, or a little above them."""
     x = np.exp2(rng.integers(-12, 12, 900)) * rng.integers(1, 8, 900)
     residual = np.exp2(rng.integers(-60, 4, 900)) * rng.integers(-3, 4, 900) * (1 + 2.0**-40)
-    # Midpoints of bfloat16 and float32, which float64 would reach from so little above them.
+    # A little above midpoints of bfloat16 and float32: a sum in float64 would round to the midpoint.
     x[:3] = 2.0**-130, -(2.0**-130), 1
     residual[:3] = 1 + 2.0**-8, 1 + 2.0**-8, 2.0**-24 + 2.0**-70
     x, residual = x.astype(dtype)[None], residual.astype(second)[None]
     sums = (rational(x) + rational(residual)).flat
-    expected = np.array([[nearest(each, dtype) for each in sums]]).astype(dtype)
+    expected = np.array([[nearest(value, dtype) for value in sums]]).astype(dtype)
     exact = sn.exact_layer_norm(x, residual=residual)
-    found = (sn.layer_norm_forward(x, residual=residual, backend=each)[1].x for each in BACKENDS)
-    assert_same([exact.x, *found], [expected] * (1 + len(BACKENDS)))
+    actual = (sn.layer_norm_forward(x, residual=residual, backend=name)[1].x for name in BACKENDS)
+    assert_same([exact.x, *actual], [expected] * (1 + len(BACKENDS)))
     of_sum = sn.exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), of_sum)
 
@@ -228,18 +224,18 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
 # ---- gamma_offset ----
 
 
-# Other tests use kernels with an offset in these dtypes, too.
+# Other tests cover the kernels with an offset in these dtypes.
 @pytest.mark.parametrize(("kind", "dtype"), [("rms", np.float32), ("layer", np.float64)])
 def test_gamma_less_an_offset(kind, dtype, rng):
-    """Constant g, or nearly so: where products with a pair are rounded alike, dx is not 0."""
+    """g is constant, or nearly so: if products with a pair are rounded alike, dx is not 0."""
     x, dy = rng.standard_normal((4, 64)), np.resize([3, 1, 1 / 3, -1.1], (4, 1)).repeat(64, axis=1)
     gamma = rng.integers(-40, 40, 64) / 40 * 2.0 ** rng.integers(-12, 1, 64)
     gamma[:20] *= 2.0**-70
-    x, gamma, beta, dy = (each.astype(dtype) for each in (x, gamma, gamma, dy))
+    x, gamma, beta, dy = (array.astype(dtype) for array in (x, gamma, gamma, dy))
     for offset in (1.0, -0.7, 2.0**-60):
         assert_right(Case(x, gamma, beta, 1e-6, dy), kind, gamma_offset=offset)
-    # xhat is 1 and -1, and y is gamma, which one float64 loses beside 1.
-    x, beta, dy = (np.array([[each, -each]], dtype) for each in (3.0, -1.0, 2.0))
+    # xhat is 1 and -1, and y is gamma: one float64 would lose it beside 1.
+    x, beta, dy = (np.array([[value, -value]], dtype) for value in (3.0, -1.0, 2.0))
     gamma = np.array([2.0**-70, -(2.0**-71)], dtype)
     assert_right(Case(x, gamma, beta[0], 0.0, dy), kind, gamma_offset=1.0)
 
@@ -255,10 +251,10 @@ def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
     forward, backward, _ = NORMS[kind]
     exact = NORMS[kind][2](x, np.ones(3), np.ones(3), 0.0, dy=dy, dsum=dsum, where=where)
     y, cache = forward(x, np.ones(3), np.ones(3), 0.0, where=where, backend=backend)
-    found = backward(dy, cache, dsum=dsum)._asdict() | {"y": y}
+    results = backward(dy, cache, dsum=dsum)._asdict() | {"y": y}
     assert y[0, 2] == 0.0
-    assert found["dx"][0, 2] == 0.1
-    assert_contract(exact, found)
+    assert results["dx"][0, 2] == 0.1
+    assert_contract(exact, results)
     y[0, 2] = np.nan
     assert not exact.check_contract(y=y)["y"].passed
 
@@ -273,7 +269,7 @@ def test_the_mask_may_change_after_the_forward(rng, backend):
 
 
 def test_a_mask_costs_no_copy_of_x(rng):
-    """A few blocks and numbers of rows, however many rows count."""
+    """It costs a few blocks, and a few numbers a row, however many rows are masked."""
     x = rng.standard_normal((65536, 512), np.float32)
     y, where = np.empty_like(x), rng.random((65536, 1)) < 0.5
     sn.layer_norm(x, out=y, where=where)
@@ -289,27 +285,27 @@ def test_a_mask_costs_no_copy_of_x(rng):
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_large_means_of_the_cotangents_cost_nothing(rng, size):
-    """In a product with what sums to zero, a mean leaves only its rounding errors, if it is there."""
+    """A mean of the cotangents must be subtracted first: products with xhat sum to zero, rounding errors stay."""
     x, _, beta, dy = draw(rng, (1, 768))
     x, dy = x + np.float32(0.5), dy + np.float32(1e6)
     ones, zeros, ddx = np.ones_like(beta), np.zeros_like(beta), np.full_like(x, size)
-    # The element has a small xhat, so that it is in no sum but its own.
+    # The element has the smallest xhat: it adds almost nothing to other sums.
     ddx[0, abs(x - x.mean()).argmin()] += 1
     exact = exactly((x, ones, beta, 1e-3, dy), ddx=ddx, ddgamma=zeros, ddbeta=beta)
     cache = sn.layer_norm_forward(x, ones, beta, 1e-3)[1]
-    found = sn.layer_norm_double_backward(ddx, dy, cache, ddgamma=zeros, ddbeta=beta)
-    assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), found, strict=True)))
+    results = sn.layer_norm_double_backward(ddx, dy, cache, ddgamma=zeros, ddbeta=beta)
+    assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), results, strict=True)))
     assert_contract(exact, {"ddy": sn.layer_norm_jvp(ddx, cache, zeros, beta)})
 
 
 def test_second_order_of_rows_out_of_range_is_nan_and_of_others_as_it_is(rng):
-    """Pairs cannot hold such a row; a wrong number would look like a right one."""
+    """Pairs cannot hold such a row, and a wrong number would look like a right one: it is NaN."""
     tx, x, dy = rng.standard_normal((3, 4, 9))
     few = sn.layer_norm_jvp(tx, sn.layer_norm_forward(x)[1])
     x[1:3] *= np.array([[1e250], [1e-250]])
-    found = sn.layer_norm_jvp(tx, sn.layer_norm_forward(x)[1])
-    assert np.isnan(found[1:3]).all()
-    np.testing.assert_array_equal(found[[0, 3]], few[[0, 3]])
+    ty = sn.layer_norm_jvp(tx, sn.layer_norm_forward(x)[1])
+    assert np.isnan(ty[1:3]).all()
+    np.testing.assert_array_equal(ty[[0, 3]], few[[0, 3]])
     ddy, dx, dgamma = sn.layer_norm_double_backward(tx, dy, sn.layer_norm_forward(x, np.ones(9))[1])
     assert np.isnan(ddy[1:3]).all()
     assert (np.isnan(dx).all(axis=1) == [False, True, True, False]).all()
@@ -327,17 +323,17 @@ def test_second_order_of_a_masked_row_is_that_of_what_counts(rng, kind, whole):
     shown = np.broadcast_to(mask, x.shape)
     x[~shown] = dy[~shown] = ddx[~shown] = np.nan
 
-    def second(rows, some, names=("ddx", "ddgamma", "ddbeta"), **where):
-        case = x[rows, some], gamma[some], beta[some], 1e-5, dy[rows, some]
-        given = zip(names, (ddx[rows, some], ddgamma[some], ddbeta[some]), strict=True)
-        return compute(case, kind, **dict(given), **where)
+    def second(rows, js, names=("ddx", "ddgamma", "ddbeta"), **where):
+        case = x[rows, js], gamma[js], beta[js], 1e-5, dy[rows, js]
+        keywords = zip(names, (ddx[rows, js], ddgamma[js], ddbeta[js]), strict=True)
+        return compute(case, kind, **dict(keywords), **where)
 
-    found = second(..., slice(None), where=mask)
+    results = second(..., slice(None), where=mask)
     ty = second(..., slice(None), ("tx", "tgamma", "tbeta"), where=mask)["ty"]
-    np.testing.assert_array_equal(found["ddy"], ty)
-    expected = {name: np.zeros_like(each) for name, each in found.items()}
-    for i, some in enumerate(shown):
-        for name, alone in second(i, some).items() if some.any() else ():
-            expected[name][(some if name == "dgamma" else (i, some))] += alone
+    np.testing.assert_array_equal(results["ddy"], ty)
+    expected = {name: np.zeros_like(array) for name, array in results.items()}
+    for i, js in enumerate(shown):
+        for name, alone in second(i, js).items() if js.any() else ():
+            expected[name][(js if name == "dgamma" else (i, js))] += alone
     for name, right in expected.items():
-        np.testing.assert_allclose(found[name], right, rtol=0, atol=1e-13 * np.abs(right).max())
+        np.testing.assert_allclose(results[name], right, rtol=0, atol=1e-13 * np.abs(right).max())

@@ -1,4 +1,4 @@
-"""Dask arrays: broken by a bit that differs from the whole call, work done early, a riddle of an error."""
+"""Dask arrays have the bits of the whole call; nothing is computed early; errors name the cure."""
 
 import weakref
 
@@ -19,13 +19,13 @@ def scheduler(request):
         yield request.param
 
 
-def same(found, expected):
-    assert_same(found, expected)
-    assert [np.shape(each) for each in found] == [np.shape(each) for each in expected]
+def same(actual, expected):
+    assert_same(actual, expected)
+    assert [np.shape(array) for array in actual] == [np.shape(array) for array in expected]
 
 
 def cut(rng, array, axes=(-1,)):
-    """Return a Dask array in random chunks, some of them empty, some of one row; `axes` whole."""
+    """Return a Dask array in random chunks, also empty ones and ones of one row; `axes` stay whole."""
     whole = {axis % array.ndim for axis in axes}
     chunks = []
     for axis, length in enumerate(array.shape):
@@ -35,11 +35,11 @@ def cut(rng, array, axes=(-1,)):
 
 
 def make(rng, dtype=np.float32, shape=(5, 9, 8)):
-    """Return x, gamma, beta and dy, with integers among them: their sums tie."""
+    """Return x, gamma, beta and dy with many integers: their sums tie."""
     x, dy = rng.standard_normal((2, *shape)) + 3
     x[:2], dy[:2] = rng.integers(-3, 4, (2, 2, *shape[1:]))
     gamma, beta = rng.integers(1, 4, (2, shape[-1]))
-    return tuple(each.astype(dtype) for each in (x, gamma, beta, dy))
+    return tuple(array.astype(dtype) for array in (x, gamma, beta, dy))
 
 
 def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
@@ -52,14 +52,14 @@ def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
     return zeros.map_blocks(never, dtype=dtype, meta=np.empty((0,) * len(shape), dtype))
 
 
-def results(case, chunked, kind="layer", pulled=None, **given):
-    """Return y, the statistics and the gradients: of the whole call, and lazy ones."""
+def results(case, chunked, kind="layer", pulled=None, **keywords):
+    """Return y, the statistics and the gradients twice: of the whole call, and lazy."""
     forward, backward, _ = NORMS[kind]
-    lazy = {name: chunked(each) for name, each in given.items() if name in ("residual", "where")}
+    lazy = {name: chunked(v) for name, v in keywords.items() if name in ("residual", "where")}
     both = []
-    for wrap, options in ((np.asarray, given), (chunked, given | lazy)):
+    for wrap, options in ((np.asarray, keywords), (chunked, keywords | lazy)):
         y, cache = forward(wrap(case[0]), *case[1:4], **options)
-        pull = {name: wrap(each) for name, each in (pulled or {}).items()}
+        pull = {name: wrap(array) for name, array in (pulled or {}).items()}
         gradients = backward(wrap(case[4]), cache, **pull)
         asked = backward(wrap(case[4]), cache, wrt=("beta", "x")) if pulled else ()
         both.append((y, cache.mean, cache.rstd, *gradients, *asked))
@@ -72,23 +72,23 @@ def test_families(name, dtype, rng):
     if not FAMILIES[name].applies(dtype, 7):
         return
     case = make_case(name, dtype, 7, max(6, FAMILIES[name].smallest_rows))
-    how = {"backend": "numpy" if dtype == np.float16 else None}
+    options = {"backend": "numpy" if dtype == np.float16 else None}
     kind = sorted(NORMS)[rng.random() < 0.3]
     for rounding in ("fast", "nearest"):
-        expected, lazy = results(case, lambda a: cut(rng, a), kind, rounding=rounding, **how)
-        found = dask.compute(lazy, scheduler="synchronous")[0]
+        expected, lazy = results(case, lambda a: cut(rng, a), kind, rounding=rounding, **options)
+        actual = dask.compute(lazy, scheduler="synchronous")[0]
         count = None if rounding == "nearest" else 4
-        same(found[:count], expected[:count])
+        same(actual[:count], expected[:count])
         if rounding == "fast":
-            assert_contract(exactly(case, kind), {"dgamma": found[4], "dbeta": found[5]})
-            # Other schedulers compute the blocks elsewhere and in another order.
-            same(dask.compute(lazy, scheduler="threads", num_workers=3)[0], found)
+            assert_contract(exactly(case, kind), {"dgamma": actual[4], "dbeta": actual[5]})
+            # Threads compute the blocks in another order.
+            same(dask.compute(lazy, scheduler="threads", num_workers=3)[0], actual)
 
 
 @pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize(
     ("axis", "lead", "mask"),
-    # The last of the first line: a gamma of the shape of x, whose axes are not where those of x are.
+    # The last case of the first line has a gamma of the shape of x, with its axes in another order.
     [(0, (), None), (1, (), None), ((0, 2), (), None), ((1, -1), (), None), ((0, 1, 2), (), None),
      (2, (5, 1), None), (2, (9,), None), (2, (5, 9), None), ((0, 2), (9,), None), (1, (5, 8), (1, 8)),
      *((2, (), mask) for mask in [(5, 9, 1), (9, 1), (5, 9, 8), (8,)])],
@@ -99,12 +99,12 @@ def test_axes_leading_gammas_masks_and_what_is_added(rng, axis, lead, mask):
     axes = axis if isinstance(axis, tuple) else (axis,)
     gamma = rng.standard_normal(lead + tuple(x.shape[i] for i in sorted(i % 3 for i in axes)))
     inside = mask in ((5, 9, 8), (8,))
-    given = {} if mask is None else {"where": rng.integers(0, 2, mask) == 1}
+    where = {} if mask is None else {"where": rng.integers(0, 2, mask) == 1}
     expected, lazy = results(
         Case(x, gamma.astype(np.float32), None, 1e-5, dy),
         lambda a: cut(rng, a, axes) if a.ndim > 1 else a,
         pulled={"dsum": dsum},
-        **given | {"axis": axis, "residual": residual, "rounding": "fast" if inside else "nearest"},
+        **where | {"axis": axis, "residual": residual, "rounding": "fast" if inside else "nearest"},
     )
     count = 4 if inside else None
     same(dask.compute(lazy)[0][:count], expected[:count])
@@ -119,40 +119,40 @@ def test_gamma_and_beta_may_be_dask_arrays_and_bytes_in_any_order(rng):
     assert cache.gamma is lazy
 
 
-# ---- sums of parts: hard ones ----
+# ---- hard sums of parts ----
 
 
 def of_rows(case, **options):
-    """Return dgamma and dbeta of blocks of a row each, and of the whole call."""
-    x, dy = (da.from_array(each, chunks=(1, -1)) for each in (case.x, case.dy))
+    """Return dgamma and dbeta in blocks of one row, and of the whole call."""
+    x, dy = (da.from_array(array, chunks=(1, -1)) for array in (case.x, case.dy))
     _, cache = sn.layer_norm_forward(x, *case[1:4], **options)
-    found = dask.compute(sn.layer_norm_backward(dy, cache)[1:], scheduler="synchronous")[0]
+    sums = dask.compute(sn.layer_norm_backward(dy, cache)[1:], scheduler="synchronous")[0]
     whole = compute(case, **options)
-    return found, (whole["dgamma"], whole["dbeta"])
+    return sums, (whole["dgamma"], whole["dbeta"])
 
 
 @pytest.mark.parametrize("size", [1.7e308, 2.0**-1060, 1.0])
-def test_what_cancels_between_parts_leaves_the_rest(size, rng):
+def test_parts_that_cancel_leave_the_rest(size, rng):
     x, dy = rng.standard_normal((2, 12, 5))
     dy[:4], dy[8:] = size, -size
     x[8:] = x[:4]
     dy[4:8] *= 2.0**-1050
     case = Case(x, np.ones(5), np.ones(5), 1e-5, dy)
-    found, expected = of_rows(case, rounding="nearest")
-    same(found, expected)
-    assert found[1].any()
-    assert np.isfinite(found[0]).all()
+    sums, expected = of_rows(case, rounding="nearest")
+    same(sums, expected)
+    assert sums[1].any()
+    assert np.isfinite(sums[0]).all()
     (dgamma, dbeta), _ = of_rows(case)
     assert_contract(exactly(case), {"dgamma": dgamma, "dbeta": dbeta})
 
 
 @pytest.mark.parametrize(
     ("name", "where", "values"),
-    # NaN, infinities, both of them in one column, a constant row.
+    # NaN; NaN and an infinity; both infinities in one column; a constant row.
     [("x", (7, 2), np.nan), ("dy", ([7, 1], [2, 3]), [np.nan, -np.inf]),
      ("dy", ([0, 9], 4), [np.inf, -np.inf]), ("x", 7, 3)],
 )  # fmt: skip
-def test_what_is_not_finite_in_one_part(name, where, values, dtype, rng):
+def test_nan_and_infinity_in_one_part(name, where, values, dtype, rng):
     x, dy = rng.standard_normal((2, 10, 6)).astype(dtype)
     {"x": x, "dy": dy}[name][where] = values
     case = Case(x, np.ones(6, dtype), np.ones(6, dtype), 0.0, dy)
@@ -163,7 +163,7 @@ def test_what_is_not_finite_in_one_part(name, where, values, dtype, rng):
 
 @pytest.mark.parametrize(("rounding", "held"), [("fast", 12), ("nearest", 80)])
 def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
-    """Only exact sums need x and dy again: for these Dask holds all chunks until the sums are known."""
+    """Exact sums alone need x and dy again: for them Dask holds all chunks until the sums are known."""
     alive, most = weakref.WeakValueDictionary(), []
 
     def make(zeros):
@@ -179,11 +179,11 @@ def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
     assert (max(most) > 12) == (rounding == "nearest")
 
 
-# ---- classes, what is asked for, no rows, nothing computed early ----
+# ---- processes, no rows, nothing computed early ----
 
 
 def test_other_processes_give_the_same_bits(rng):
-    """Tasks hold nothing but what can be sent, and no bit of theirs depends on a process."""
+    """Tasks can be pickled, and their bits do not depend on the process."""
     x, gamma, beta, dy = make(rng)
     case, chunked = Case(x, gamma, beta, 1e-5, dy), lambda a: cut(rng, a)
     lazy = [results(case, chunked, rounding=rounding)[1] for rounding in ("fast", "nearest")]
@@ -243,9 +243,9 @@ def test_nothing_is_computed_before_it_is_asked_for():
         (lambda x: sn.rms_norm_backward(x, sn.layer_norm_forward(x)[1]), ValueError, "pass this one to layer"),
         (lambda x: sn.layer_norm_backward(x, sn.layer_norm_forward(x)), TypeError, "write y, cache ="),
         (lambda x: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], wrt="dx"), ValueError, "wrt must"),
-        *((lambda x, given=given: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], **given), ValueError,
-           f"{next(iter(given))} cannot be combined with a Dask array.*; ")
-          for given in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": (1, None, None)})),
+        *((lambda x, options=options: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], **options), ValueError,
+           f"{next(iter(options))} cannot be combined with a Dask array.*; ")
+          for options in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": (1, None, None)})),
         (sn.diagnose, TypeError, r"x must be an array in memory, got a Dask array; pass x.compute\(\)"),
         (lambda x: sn.layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),
     ],

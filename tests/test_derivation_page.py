@@ -1,4 +1,4 @@
-"""Broken by a wrong formula of docs/explanation/derivation.md: the steps are checked by symbols, by their numbers."""
+"""Every formula of docs/explanation/derivation.md is checked with symbols, under its number."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "derivation.md"
 
 EPS = sp.Symbol("eps", positive=True)
 # rstd as an unknown of its own. With eps = 1/rstd**2 - var every expression becomes rational, and
-# "is it zero" becomes a question that expanding decides.
+# expanding decides whether it is zero.
 R = sp.Symbol("rstd", positive=True)
 
 
@@ -62,19 +62,19 @@ def make_row(n, kind="layer", freedoms=None, free=False):
 
 
 def two_rows(row, parameter, factor):
-    """The gradient of a parameter from two rows, less the sum over the rows."""
+    """Return the gradient of a parameter from two rows, less the sum over the rows."""
     other = row._replace(dy=column("du", row.n), centered=column("d", row.n))
     return diff(row.loss + other.loss, parameter) - factor(row) - factor(other)
 
 
 def moved(row, x, eps=EPS):
-    """xhat after a change of x and eps, less xhat."""
+    """Return xhat after a change of x and eps, less xhat."""
     change = dict(zip(row.x, x, strict=True)) | {EPS: eps}
     return (row.xhat.subs(change, simultaneous=True) - row.xhat).applyfunc(sp.simplify)
 
 
 def across(row):
-    """Any v without its parts along the ones and along centered, times a number."""
+    """Return any v without its parts along the ones and along centered, times a number."""
     v, c = center(column("v", row.n)), row.centered
     return v * c.dot(c) - c * c.dot(v)
 
@@ -98,14 +98,14 @@ def adjoint(row):
 
 
 def with_offset(row):
-    """The loss with an offset of gamma, by x and gamma, less the gradients of the page."""
+    """Return the gradients of the loss with an offset of gamma, less those of the page."""
     offset = row._replace(gamma=row.gamma + T * sp.ones(row.n, 1))
     x, gamma = diff(offset.loss, row.x), diff(offset.loss, row.gamma)
     return (x - row.jacobian * offset.g).col_join(gamma - times(row.dy, row.xhat))
 
 
 def with_residual(row):
-    """The loss of x + r and of the sum itself, by x and by r."""
+    """Return the gradients by x and r of a loss of y and of x + r, less those of the page."""
     r, dsum = column("r", row.n), column("dsum", row.n)
     added = dict(zip(row.x, row.x + r, strict=True))
     loss = (row.loss + dsum.dot(row.x)).subs(added, simultaneous=True)
@@ -117,7 +117,7 @@ def with_residual(row):
 
 
 def masked(row, mask):
-    """The loss of the elements that are not masked, with their own n, less the page's dx."""
+    """Return the row of the unmasked elements with their own n, and its dx less the page's."""
     m, n = sp.Matrix(mask), sum(mask)
     subtracted = row.x.dot(m) / n * m if row.kind == "layer" else 0 * m
     centered = times(m, row.x) - subtracted
@@ -128,7 +128,7 @@ def masked(row, mask):
 
 
 def cotangents(row):
-    """ddx, ddgamma, and what the backward gives with them and ddbeta: Phi of the page."""
+    """Return ddx, ddgamma, ddbeta, and Phi of the page: their product with the backward."""
     ddx, ddgamma, ddbeta = (column(name, row.n) for name in ("ddx", "ddgamma", "ddbeta"))
     pulled = row.jacobian * row.g
     phi = ddx.dot(pulled) + ddgamma.dot(times(row.dy, row.xhat)) + ddbeta.dot(row.dy)
@@ -154,7 +154,7 @@ def second_order_of_x(row):
 
 
 VAR, T = sp.symbols("var t", positive=True)
-# Each step is right if this is zero for a row `r`; for the steps in FREE, `centered` is a variable.
+# A step is right if its expression is zero for a row `r`; for the steps in FREE, `centered` is a variable.
 STEPS = {
     "D1": lambda r: sum(r.centered),
     "D2": lambda r: (
@@ -222,7 +222,7 @@ def test_step(name, kind, n):
 
 
 def test_a_variance_over_n_minus_1_breaks_what_depends_on_it():
-    # The checks can fail: with the unbiased variance these formulas are wrong, the others are not.
+    # The checks can fail: the unbiased variance breaks these formulas and no others.
     wrong = {"D2", "D7", "D8", "D11", "D12", "D15", "D17", "D19", "D21", "D23", "D24"}
     wrong |= {"D25", "D26", "D27", "D30"}
     assert {name for name, kind in CASES if not holds(name, kind, 2, freedoms=1)} == wrong

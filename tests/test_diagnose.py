@@ -1,4 +1,4 @@
-"""`diagnose`: broken by a prediction two bits off what a method loses, or by a mark of another row."""
+"""`diagnose` predicts the bits that methods lose, and marks special rows."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -15,13 +15,13 @@ from stablenorm.diagnosis.methods import METHODS, SPECIAL
 from stablenorm.formats import DTYPES, format_of, parse
 from stablenorm.testing.families import FAMILIES, make_case
 
-# Rows of each family. The oracle takes 11 ms for a row of 768.
+# Rows of a family. The oracle takes 11 ms for a row of 768.
 ROWS = 4
 
 
 @pytest.fixture(scope="module")
 def cases():
-    """All families in all dtypes, and in float32 of another length."""
+    """Return all families in all dtypes, and in float32 with another length."""
     kinds = [*((parse(name), 127) for name in DTYPES), (np.dtype("f4"), 768)]
     return [judged(name, *at) for at in kinds for name in FINITE if FAMILIES[name].applies(*at)]
 
@@ -31,7 +31,7 @@ def judged(family, dtype, n):
     x, *_, eps, _ = make_case(family, dtype, n, ROWS, rng=3)
     exact = exact_layer_norm(x, eps=eps)
     mean = [float(exact.mean(row)) for row in range(ROWS)]
-    # rstd of at most 2**1023.
+    # rstd must be at most 2**1023.
     squares = [max(exact.var(row) + Fraction(eps), Fraction(1, 2**2046)) for row in range(ROWS)]
     statistics = np.array([mean, [float(1 / square_root(square, 40)) for square in squares]])
     predicted = dict(zip(METHODS["layer"], diagnose(x, eps).per_row.lost, strict=True))
@@ -50,13 +50,13 @@ def measure_bits(y, case):
         constant = (case.x == case.x[:, :1]).all(axis=1)
         error = root_mean_square(y.astype(np.float64) - case.exact)
         size = np.where(constant, 1.0, np.maximum(root_mean_square(case.exact), 2.0**form.emin))
-        # Half of the smallest float64 is none.
+        # At least 5e-324: half of the smallest float64 would be 0.
         bits = np.log2(error / np.maximum(2.0**-form.digits * size, 5e-324))
     return np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
 
 
 def simulate(method, case, lanes):
-    """Return y of a case as a method computes it, every operation rounded; statistics, once."""
+    """Return y of a case by a method that rounds every operation; saved statistics are rounded once."""
     with np.errstate(all="ignore"):
         x = case.x.astype(np.result_type(case.x, np.float32))
         n, kind = x.shape[1], np.float16 if method == "float16" else x.dtype.type
@@ -74,22 +74,22 @@ def simulate(method, case, lanes):
 
 
 def sums(v, lanes):
-    """Sum element i into sum i mod `lanes`, a power of two, and these by halves."""
+    """Add element i to sum i mod `lanes`, a power of two, then add the sums by halves."""
     parts = np.pad(v, ((0, 0), (0, -v.shape[1] % lanes))).reshape(len(v), -1, lanes)
-    found = np.add.accumulate(parts, axis=1)[:, -1]
-    while (half := found.shape[1] // 2) > 0:
-        found = found[:, :half] + found[:, half:]
-    return found[:, 0]
+    totals = np.add.accumulate(parts, axis=1)[:, -1]
+    while (half := totals.shape[1] // 2) > 0:
+        totals = totals[:, :half] + totals[:, half:]
+    return totals[:, 0]
 
 
-# In sixteen running sums, as vectorized code, and pairwise.
+# Sixteen running sums, as in vectorized code, and pairwise.
 @pytest.mark.parametrize("lanes", [16, 1024])
 @pytest.mark.parametrize("method", METHODS["layer"])
 def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases):
     predicted = np.concatenate([case.predicted[method] for case in cases])
-    each = [measure_bits(simulate(method, case, lanes), case) for case in cases]
-    measured = np.concatenate(each)
-    # The gate of the project: 2 bits, 95 % of rows. And losses there must be, or it says nothing.
+    bits = [measure_bits(simulate(method, case, lanes), case) for case in cases]
+    measured = np.concatenate(bits)
+    # The gate of the project: within 2 bits on 95 % of rows. Without losses the gate would say nothing.
     assert (np.abs(predicted - measured) <= 2).mean() >= 0.95
     assert (measured >= 8).mean() > 0.1
 
@@ -97,7 +97,7 @@ def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases):
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])
 @pytest.mark.parametrize("n", [3, 40])
 def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
-    """By complex steps: the norm of dy/dx, and of d(dx)/dx for a g at right angles to 1 and xhat."""
+    """Complex steps give dy/dx, and d(dx)/dx for a g orthogonal to 1 and xhat; the norm of both is compared."""
     rng = np.random.default_rng(n)
     x = 5 + rng.standard_normal(n)
 
@@ -111,8 +111,8 @@ def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
         g -= along * (g @ along) / (along @ along)
         g -= g.mean()
     steps = np.eye(n) * 1e-30j
-    found = diagnose(x[None], eps).per_row
-    for i, condition in enumerate((found.condition_y[0], found.condition_dx[0])):
+    per_row = diagnose(x[None], eps).per_row
+    for i, condition in enumerate((per_row.condition_y[0], per_row.condition_dx[0])):
         jacobian = np.array([xhat_and_dx(x + step)[i].imag / 1e-30 for step in steps]).T
         size = np.linalg.norm(xhat_and_dx(x)[i])
         expected = np.linalg.norm(jacobian, 2) * np.linalg.norm(x) / size
@@ -138,7 +138,7 @@ SPECIAL_ROWS = [
     ("layer", 1e5 + NOISE, {WIDE}),
     ("layer", 300 * NOISE, {WIDE}),
     ("layer", NOISE, set()),
-    # In a row of few elements, one has most of the variance.
+    # In a short row one element has most of the variance.
     ("layer", np.array([1.0, 2.0, 90.0]), set()),
     ("rms", row(np.nan, 0.0), {"not finite"}),
     ("rms", np.zeros(9), {"zero"}),
@@ -153,12 +153,12 @@ SPECIAL_ROWS = [
 
 @pytest.mark.parametrize(("kind", "x", "expected"), SPECIAL_ROWS)
 def test_a_row_has_its_marks_and_no_other(kind, x, expected):
-    found = diagnose(x[None].astype(np.float32), kind=kind)
-    assert set(found.worst[0].marks) == expected
-    assert {name for name, count in found.summary.marks.items() if count} == expected
-    assert found.per_row.marks[:, 0].tolist() == [name in expected for name in SPECIAL[kind]]
-    assert kind == "layer" or found.worst[0].mean == 0 or "not finite" in expected
-    # Without variance and eps there is no y.
+    diagnosis = diagnose(x[None].astype(np.float32), kind=kind)
+    assert set(diagnosis.worst[0].marks) == expected
+    assert {name for name, count in diagnosis.summary.marks.items() if count} == expected
+    assert diagnosis.per_row.marks[:, 0].tolist() == [name in expected for name in SPECIAL[kind]]
+    assert kind == "layer" or diagnosis.worst[0].mean == 0 or "not finite" in expected
+    # With neither variance nor eps there is no y.
     undefined = bool(expected & {"constant", "zero"})
     without = diagnose(x[None], 0.0, kind=kind)
     assert without.summary.marks["undefined"] == ("y is 0/0" in str(without)) == undefined
@@ -171,29 +171,29 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     x[60] += 2e4
     x[80] = 3.0
     x[93, 5] = np.nan
-    found = diagnose(x, 0.0, top=4)
-    assert [row.index for row in found.worst] == [93, 80, 17, 60]
-    assert found.worst[0].advice == "row 93: not finite: 1 of 96 elements, the first at 5"
-    assert found.worst[2].advice.startswith("row 17: |mean|/std = 4")
-    assert "; a float32 two-pass loses 15 of 24 bits of y, " in found.worst[2].advice
-    assert found.per_row.mean.shape == (100,)
+    diagnosis = diagnose(x, 0.0, top=4)
+    assert [row.index for row in diagnosis.worst] == [93, 80, 17, 60]
+    assert diagnosis.worst[0].advice == "row 93: not finite: 1 of 96 elements, the first at 5"
+    assert diagnosis.worst[2].advice.startswith("row 17: |mean|/std = 4")
+    assert "; a float32 two-pass loses 15 of 24 bits of y, " in diagnosis.worst[2].advice
+    assert diagnosis.per_row.mean.shape == (100,)
 
 
 def test_a_constant_row_is_measured_against_one():
-    """The mean in bfloat16 is off by 2e-4, and 1 / rstd is 3e-3."""
+    """The bfloat16 mean is off by 2e-4, and 1 / rstd is 3e-3."""
     lost = diagnose(np.full((1, 9), 0.1, np.float32)).worst[0].lost["saved bfloat16"]
     assert lost == pytest.approx(np.log2(abs(0.1 - 0.10009765625) * 1e-5**-0.5 * 2**24), abs=0.01)
 
 
 def test_an_overflow_in_a_narrower_dtype_is_told():
     with pytest.warns(RuntimeWarning, match="overflow"):
-        found = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
-    assert found.summary.marks["not finite"] == 2
+        diagnosis = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
+    assert diagnosis.summary.marks["not finite"] == 2
 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_plot_shows_every_method(kind, tmp_path):
-    found = diagnose(NOISE[None], kind=kind)
-    found.plot(tmp_path / "lost.svg")
+    diagnosis = diagnose(NOISE[None], kind=kind)
+    diagnosis.plot(tmp_path / "lost.svg")
     shown = (tmp_path / "lost.svg").read_text("utf-8")
-    assert [title for title in found.methods.values() if title not in shown] == []
+    assert [title for title in diagnosis.methods.values() if title not in shown] == []

@@ -1,4 +1,4 @@
-"""Broken by pages that do not build, name what is not there or need a network; by examples and code blocks that are untrue."""
+"""Pages build, their links and names exist, they fetch nothing; examples and code blocks do what they say."""
 
 import doctest
 import importlib.util
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 READ_ON_THE_WEB = [*PAGES, *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
 
-# Attributes that a browser fetches by itself, as opposed to a link that a reader may follow.
+# Attributes that a browser fetches by itself, unlike a link that a reader may follow.
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|video|embed|object|link(?![^>]*rel="(?:canonical|author)))"""
     r"""[^>]*?(?:src|href|data|srcset)="(?:https?:)?//[^"]*\""""
@@ -36,7 +36,7 @@ CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
 def anchors(path):
-    """Return what a link into a page may end in, as GitHub and MyST both make it of headings."""
+    """Return the anchors of a page, as GitHub and MyST both make them from headings."""
     text = re.sub(r"(?ms)^```.*?^```", "", path.read_text("utf-8"))
     headings = re.findall(r"^#{1,3} +(.+?) *$", text, re.MULTILINE)
     words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
@@ -44,7 +44,7 @@ def anchors(path):
 
 
 def dead_links(path):
-    """Return the links of a page, to other pages and files of this project, that lead nowhere."""
+    """Return the links of a page to missing pages, anchors and files of this project."""
     text = CODE.sub("", path.read_text("utf-8"))
     links = re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", text)
     dead = []
@@ -57,13 +57,13 @@ def dead_links(path):
     return dead
 
 
-# A figure of time, memory or speed, outside code, formulas and what a script writes between markers.
+# A figure of time, memory or speed. Code, formulas and text between a script's markers are left out.
 FIGURE = re.compile(
     r"\b(?:\d[\d.,]*|half|third|quarter|fifth|tenth|twentieth|(?:two|three|four|five|six|ten|hundred|tens of))\s*"
     r"(?:times (?:as|the|faster|slower|longer)|%|[mu]s\b|[MG]B\b|of (?:the|its) speed)"
 )
-# Pages whose figures nobody measured: bytes by formulas, errors and probabilities by proof, what an
-# example prints, sizes to plan with, ranges of formats, constants of a method.
+# Pages whose figures nobody measured: bytes by formulas, errors and probabilities by proof, output of
+# examples, sizes to plan with, ranges of formats, constants of a method.
 FIGURES = {
     "docs/explanation": "complexity error-analysis fusing gradient-checking stability",
     "docs/how-to": "dask diagnose-your-data half-precision train",
@@ -73,7 +73,7 @@ FIGURES = {
 
 def test_no_figure_is_written_by_hand():
     sources = [*READ_ON_THE_WEB, *(ROOT / "src" / "stablenorm").rglob("*.py")]
-    found = {}
+    handwritten = {}
     for path in sources:
         text = path.read_text("utf-8")
         if path.suffix == ".py":
@@ -82,8 +82,8 @@ def test_no_figure_is_written_by_hand():
         text = re.sub(r"(?ms)^```.*?^```", "", text)
         top = "/".join(path.relative_to(ROOT).parts[:2])
         if FIGURE.search(text) and top != "docs/evidence":
-            found.setdefault(top, []).append(path.stem)
-    assert {top: " ".join(sorted(names)) for top, names in found.items()} == FIGURES
+            handwritten.setdefault(top, []).append(path.stem)
+    assert {top: " ".join(sorted(names)) for top, names in handwritten.items()} == FIGURES
 
 
 @pytest.mark.parametrize("path", READ_ON_THE_WEB, ids=lambda path: str(path.relative_to(ROOT)))
@@ -95,13 +95,13 @@ def test_the_scripts_and_tests_that_pages_name_are_there():
     text = "".join(page.read_text("utf-8") for page in READ_ON_THE_WEB)
     named = set(re.findall(r"\b((?:benchmarks|tests|examples)/\w+\.py)(?:::(\w+))?", text))
     assert sum(bool(test) for _, test in named) > 20
-    there = {file: (ROOT / file).exists() and (ROOT / file).read_text("utf-8") for file, _ in named}
-    missing = [each for each in sorted(named) if f"def {each[1]}" not in (there[each[0]] or "")]
+    sources = {file: (ROOT / file).read_text("utf-8") for file, _ in named}
+    missing = [(file, test) for file, test in sorted(named) if f"def {test}" not in sources[file]]
     assert missing == []
 
 
 def test_the_names_of_the_package_on_the_pages_exist():
-    """Those in code spans; those of docstrings are links, which the build holds."""
+    """Names in code spans are checked here; names in docstrings are links, which the build checks."""
     pages = [page for page in PAGES if page.name != "changelog.md"]
     text = "".join(page.read_text("utf-8") for page in pages)
     names = set(re.findall(r"`(stablenorm(?:\.\w+)+)`", text))
@@ -111,7 +111,7 @@ def test_the_names_of_the_package_on_the_pages_exist():
 
 
 def test_every_public_name_is_in_the_reference_once():
-    """The names that its directives document."""
+    """A name counts if a directive documents it."""
     directive = r"^\.\. (currentmodule|autofunction|autoclass|py:data):: ([\w.]+)$"
     names = []
     for page in (DOCS / "reference").glob("*.md"):
@@ -140,22 +140,18 @@ def test_every_word_is_spelled_as_codespell_knows_it():
 @pytest.mark.slow
 def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("sphinx")
-    # Every warning is an error. No proxy leads anywhere: a build that fetched something would fail.
+    # -W makes every warning an error.
     done = run("sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html", DOCS, tmp_path)
     assert done.returncode == 0, done.stderr
     kinds = "html", "css", "svg"
-    files = {
-        path: path.read_text("utf-8") for each in kinds for path in tmp_path.rglob(f"*.{each}")
-    }
+    files = {p: p.read_text("utf-8") for kind in kinds for p in tmp_path.rglob(f"*.{kind}")}
     assert len(files) > len(PAGES)
-    found = [path.name for path, text in files.items() if FETCHED.search(text)]
-    assert found == []
-    # The text that is shown, but for code: no formula that Markdown took for text.
+    fetching = [path.name for path, text in files.items() if FETCHED.search(text)]
+    assert fetching == []
+    # No text outside code may show a formula: Markdown would have taken it for text.
     hidden = re.compile(r"<(pre|code|script|annotation)\b.*?</\1>|<[^>]*>", re.DOTALL)
     formula = re.compile(r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}")
-    texts = {
-        path.name: hidden.sub("", text) for path, text in files.items() if path.suffix == ".html"
-    }
+    texts = {p.name: hidden.sub("", text) for p, text in files.items() if p.suffix == ".html"}
     assert {name: match[0] for name, text in texts.items() if (match := formula.search(text))} == {}
     names = [name for action in _parser()._actions for name in action.choices or ()]
     assert "diagnose" in names
@@ -177,7 +173,7 @@ def load(name):
     return module
 
 
-# And what each gets right. A mistake in what several gradients share shows in each of them.
+# "" is the right backward. A mistake in a term that several gradients share shows in all of them.
 CASES = [(name, mistake) for name in EXAMPLES for mistake in ("", *load(name).MISTAKES)]
 SHARED = {"eps is missing from rrms": {"x", "gamma"}}
 
@@ -192,7 +188,7 @@ def test_an_example_passes_and_its_planted_mistakes_are_located(name, mistake):
         assert report.verdict == ("FAIL" if mistake else "PASS"), f"seed {seed}\n{report}"
         blamed = {result.name for result in report.arguments if result.verdict == "FAIL"}
         assert blamed == SHARED.get(mistake, {*wrong}), str(report)
-        # Fine enough to see all of the mistakes: the smallest changes dx by 1e-5 of itself.
+        # The resolution must show all mistakes: the smallest changes dx by 1e-5 of itself.
         assert mistake or all(result.resolution < 1e-8 for result in report.arguments), str(report)
 
 
@@ -215,7 +211,7 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
         elif kind == "python":
             out = io.StringIO()
             with redirect_stdout(out):
-                # A reader copies one block after another into a session.
+                # One session for all blocks, as a reader would copy them.
                 exec(compile(text, f"{page}.md", "exec"), names)  # noqa: S102
             printed = out.getvalue()
         elif kind == "text":
@@ -231,7 +227,7 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
 
 # ---- a kernel in C ----
 
-# Mistakes in the kernel, and the test that must fail then.
+# A mistake in the kernel, as text to replace and its replacement, and the test that must fail.
 KERNEL_MISTAKES = [
     ("", "", ""),
     ("dgamma[j] += dy[j] * xhat;", "dgamma[j] += dy[j];", "test_gradients"),
@@ -242,7 +238,7 @@ KERNEL_MISTAKES = [
 
 @pytest.mark.parametrize(("right", "wrong", "test"), KERNEL_MISTAKES)
 def test_the_page_on_checking_a_kernel(right, wrong, test, tmp_path):
-    """Its kernel compiles, and its tests find mistakes in it."""
+    """The kernel of the page compiles, and its tests find mistakes in it."""
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     texts = {language: [text for kind, text in blocks("how-to/check-a-kernel") if kind == language]
@@ -265,6 +261,6 @@ def test_the_page_on_checking_a_kernel(right, wrong, test, tmp_path):
 def test_a_few_steps_of_train_digits_lower_the_loss():
     network = load("train_digits")
     losses, parameters = network.train(0.1, network.DEPTH, steps=60)
-    # Guessing costs log(10) = 2.30, and is what the network begins at.
+    # The network begins with guesses, which cost log(10) = 2.30.
     assert np.mean(losses[-10:]) < 2.2 < np.mean(losses[:5])
     assert network.measure_accuracy(parameters, count=300) > 0.15

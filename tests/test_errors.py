@@ -1,4 +1,4 @@
-"""Broken by a message without what was required, what came or the cure, or by a failed call that writes."""
+"""Messages say what was required, what came and the cure; a call that fails writes nothing."""
 
 from functools import partial
 
@@ -170,21 +170,21 @@ TABLE = [
                           ("2", "an int, got '2'"), (None, "an int, got None"))),
     *((set_idle_limit, {"nbytes": bad}, error, rf"nbytes must be .*, got {bad!r}; ")
       for bad, error in ((-1, ValueError), (1e9, TypeError), ("1", TypeError))),
-    *((sn.exact_layer_norm, {"x": HUGE} | given, *rest) for given, *rest in ORACLE),
+    *((sn.exact_layer_norm, {"x": HUGE} | arguments, *rest) for arguments, *rest in ORACLE),
     *((partial(EXACT.rounded, name, "f8"), {}, ValueError, f"dy must be .* for {name}") for name in NAMES[1:]),
     (EXACT.ulp_errors, {"y": np.ones(3)}, ValueError, r"y must have shape \(1, 3\), got"),
     (EXACT.check_contract, {"y": np.zeros((1, 3), int)}, TypeError, "y must be .* got int64"),
     (partial(EXACT.rounded, "z", "f4"), {}, ValueError, "name must be one of y, dx, dgamma, dbeta, ty"),
     (sn.exact_rms_norm, {"x": HUGE, "dmean": HUGE}, TypeError, "dmean must be left out"),
     (partial(exact_double_backward, *[HUGE] * 3), {"kind": "z"}, ValueError, "kind must be 'layer' or"),
-    *((partial(sn.check_gradients, lambda x: (x, 0), lambda dy, _: (dy,)), {"args": SINGLE} | given, *rest)
-      for given, *rest in GRADIENTS),
+    *((partial(sn.check_gradients, lambda x: (x, 0), lambda dy, _: (dy,)), {"args": SINGLE} | arguments, *rest)
+      for arguments, *rest in GRADIENTS),
     (sn.diagnose, {"dtype": "int8"}, TypeError, "dtype must be float16.*got int8$"),
     (sn.diagnose, {"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
     (sn.diagnose, {"top": -1}, ValueError, "top must be at least 0, got -1"),
     (sn.diagnose, {"x": np.ma.ones((2, 3))}, TypeError, "got a masked one"),
     (sn.diagnose, {"kind": "batch"}, ValueError, "kind must be layer or rms, got 'batch'"),
-    *((partial(make_case, *given), {}, ValueError, message) for given, message in (
+    *((partial(make_case, *arguments), {}, ValueError, message) for arguments, message in (
         (("F99", "float32", 8), "name must be one of F01, F02"),
         (("F21", "float16", 768), "F21 must have another dtype than float16, whose squares"),
         (("F19", "float32", 7), "F19 must have n >= 8, got 7"),
@@ -208,11 +208,11 @@ def test_out_must_be_writeable_and_distinct():
     with pytest.raises(ValueError, match=r"out.dx must be writeable"):
         backward(out=(frozen, None, None))
     memory, strided = np.zeros(256, np.float32), np.lib.stride_tricks.as_strided
-    # A stride of zero, windows that slide, and steps that meet.
+    # A stride of zero, sliding windows, and strides whose multiples meet.
     for strides in [(0, 0, 4), (4, 4, 4), (16, 8, 4), (12, 8, 8)]:
         with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
             layer_norm(X, out=strided(memory, X.shape, strides))
-    # Views without a common element are taken, also where one axis lies between two of another.
+    # Views without a common element are accepted, also if one axis lies between two steps of another.
     expected = layer_norm(X)
     for strides in [(4, 8, 24), (64, -16, 4), (4, 32, 8), (28, 8, 56)]:
         out = strided(memory[32:], X.shape, strides)
@@ -225,7 +225,7 @@ def test_out_must_be_writeable_and_distinct():
 
 
 def shared(buffer):
-    """Yield a call whose out shares memory with what it must not; the names of both; the options."""
+    """Yield a call whose out shares memory with another array, the names of both, and the options."""
     x, dy = buffer[:48].reshape(2, *X.shape)
     cache = layer_norm_forward(x, buffer[48:52], np.zeros(4, np.float32))[1]
     near, dx, (dgamma, dbeta) = buffer[4:28].reshape(X.shape), np.empty_like(X), X[0, :2].copy()

@@ -1,4 +1,4 @@
-"""Broken by a result outside the contract, or a bit of "nearest": features x families x dtypes x roundings, by the oracle."""
+"""The oracle judges features x families x dtypes x roundings: the contract, and every bit of "nearest"."""
 
 import math
 import re
@@ -24,14 +24,14 @@ from stablenorm.testing.plain import plain_forward
 from stablenorm.testing.published import PUBLISHED
 from stablenorm.types import Norm
 
-# The oracle's time goes into long rows.
+# Few families for long rows and many rows: the oracle takes long there.
 LONG, MANY_ROWS = ("F03", "F28b", "F35"), ("F01", "F35")
-# No multiple of any vector. More elements than a tile of the kernels' forward has: from 2**14 on the
-# reference too takes one row at a time. And more elements than a block of the reference has.
+# LONGER: more elements than a tile of the kernels' forward; from 2**14 on the reference, too, takes one row
+# at a time. MORE: more elements than a block of the reference. Neither is a multiple of a vector.
 LONGER, MORE = 2**14 + 101, 2**15 + 101
 
 
-# ---- what a call is given besides: from a case, which may be changed, to keywords of the oracle ----
+# ---- keywords of the oracle for a case; a function may change the case ----
 
 
 def nothing(_case, _rng):
@@ -43,7 +43,7 @@ def offset(_case, rng):
 
 
 def residual(case, rng):
-    """x becomes a part of itself, and the rest is added to it, where no rounding makes that infinite."""
+    """Split x into a part and a residual, except where rounding makes their sum infinite."""
     whole = case.x.copy()
     case.x[...] = (whole * rng.random(whole.shape)).astype(whole.dtype)
     rest = whole - case.x
@@ -53,19 +53,19 @@ def residual(case, rng):
 
 
 def added(case, rng):
-    """Some old values are of another size than the sum; some leave of it what its rounding has lost."""
+    """Return old sums of any size, half of them minus the rounded sum: they leave its rounding error."""
     scales = 2.0 ** rng.integers(-9, 9, len(case.gamma))
     sums = compute(case, backend="numpy")
     old = [(rng.standard_normal(scales.shape) * scales).astype(case.x.dtype) for _ in range(2)]
-    for each, name in zip(old, ("dgamma", "dbeta"), strict=True):
+    for array, name in zip(old, ("dgamma", "dbeta"), strict=True):
         lost = np.isfinite(sums[name]) & (np.arange(scales.size) % 2 == 0)
-        each[lost] = -sums[name][lost]
+        array[lost] = -sums[name][lost]
     dsum = rng.standard_normal(case.x.shape) * 2.0 ** rng.integers(-9, 9)
     return {"accumulate": old, "dsum": dsum.astype(case.x.dtype)}
 
 
-def some(case, rng, names=("drstd", "dmean")):
-    """One row counts with one element, one with none, one as a whole; what does not count is no number."""
+def mask(case, rng, names=("drstd", "dmean")):
+    """Mask all but one element of a row, a whole row, none of a row; masked elements are NaN or infinite."""
     where = rng.random(case.x.shape) < 0.6
     where[0], where[1], where[2] = False, False, True
     where[0, 3] = True
@@ -80,7 +80,7 @@ def rows(case, _rng):
 
 
 def tangents(case, rng, names=("tx", "tgamma", "tbeta")):
-    """Return tangents of x, gamma, beta; by other names, the cotangents of the double backward."""
+    """Return tangents of x, gamma, beta or, with other names, cotangents of the double backward."""
     shapes = case.x.shape, case.gamma.shape, case.beta.shape
     drawn = (rng.standard_normal(shape).astype(case.x.dtype) for shape in shapes)
     return dict(zip(names, drawn, strict=True)) | {"gamma_offset": 1.0}
@@ -90,9 +90,9 @@ cotangents = partial(tangents, names=("ddx", "ddgamma", "ddbeta"))
 
 
 class Feature(NamedTuple):
-    """A row of the table: how a call is made, and what judges it."""
+    """A row of the table: a function that makes the keywords of a call, the norm, the roundings."""
 
-    given: Callable
+    make: Callable
     kind: str = "layer"
     roundings: tuple = ("fast", "nearest")
 
@@ -107,25 +107,25 @@ FEATURES = {
     "dsum, accumulate": Feature(added),
     "accumulate in RMS norm": Feature(added, "rms"),
     "rows that count": Feature(rows),
-    "where, dmean, drstd": Feature(some, "layer", FAST),
-    "where, drstd of RMS norm": Feature(partial(some, names=["drstd"]), "rms", FAST),
+    "where, dmean, drstd": Feature(mask, "layer", FAST),
+    "where, drstd of RMS norm": Feature(partial(mask, names=["drstd"]), "rms", FAST),
     "jvp": Feature(tangents, "layer", FAST),
     "jvp of RMS norm": Feature(tangents, "rms", FAST),
     "double backward": Feature(cotangents, "layer", FAST),
     "double backward of RMS norm": Feature(cotangents, "rms", FAST),
 }
 
-# The other features are tested in 16 bits by test_any_call.py.
+# test_any_call.py tests the other features in 16 bits.
 OF_ALL_DTYPES = {"gamma_offset", "residual", "dsum, accumulate", "where, dmean, drstd"}
 
 
 # jvp and the double backward have no integers: they return NaN for such rows of float64 (test_contracts.py).
-SECOND_ORDER = [title for title, each in FEATURES.items() if each.given in (tangents, cotangents)]
+SECOND_ORDER = [title for title, row in FEATURES.items() if row.make in (tangents, cotangents)]
 OUT_OF_RANGE = {"F12", "F13", "F14", "F15", "F16", "F17", "F21"}
 
 
 def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
-    """Return what exists of these families, dtypes and lengths, as parameters."""
+    """Return parameters for all families, dtypes and lengths that exist together."""
     return [
         pytest.param(title, name, dtype, n, rows, id=f"{title}-{name}-{dtype}-{n}")
         for name in names
@@ -140,7 +140,7 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
     ("feature", "name", "dtype", "n", "rows"),
     [
         *table("layer norm", lengths=(1, 2, 3, 127), rows=2),
-        # Errors of the 16-bit dtypes are those of float64 rounded once more.
+        # No 16 bits here: their errors are those of float64, rounded once more.
         *table("layer norm", lengths=(768,), rows=1, dtypes=("float32",)),
         # 128 elements are one block of NumPy's pairwise summation.
         *table("layer norm", ("F03", "F07", "F14"), (128, 129), 3),
@@ -152,32 +152,32 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=DTYPES):
         *table("layer norm", MANY_ROWS, (7,), 300, ("float64",)),
         *table("RMS norm", lengths=(1, 40), rows=2),
         *(
-            each
+            row
             for title in list(FEATURES)[2:]
-            for each in table(title, dtypes=DTYPES if title in OF_ALL_DTYPES else WIDE)
+            for row in table(title, dtypes=DTYPES if title in OF_ALL_DTYPES else WIDE)
         ),
     ],
 )
 def test_contract(feature, name, dtype, n, rows):
     """
-    All backends keep it, for `rows` or as many as the family needs.
+    All backends keep the contract, for `rows` or as many as the family needs.
 
     y and dx of at most 32 bits have the same bits, except where float64 cannot decide them.
     """
-    given, kind, roundings = FEATURES[feature]
+    make, kind, roundings = FEATURES[feature]
     case = make_case(name, dtype, n, max(rows, FAMILIES[name].smallest_rows))
     if case.x.size > 2**13:
         # Integers take seconds for so many elements.
         roundings = FAST
     with np.errstate(over="ignore"):
-        keywords = given(case, np.random.default_rng([FINITE.index(name), n]))
-    found = assert_right(case, kind, roundings=roundings, **keywords)
-    if given is nothing and kind == "layer" and dtype != "float64" and n > 100:
+        keywords = make(case, np.random.default_rng([FINITE.index(name), n]))
+    results = assert_right(case, kind, roundings=roundings, **keywords)
+    if make is nothing and kind == "layer" and dtype != "float64" and n > 100:
         # In short rows some elements cancel in every family (test_any_call.py has ordinary ones).
-        one, *others = (each for (_, rounding), each in found.items() if rounding == "fast")
+        one, *others = (arrays for (_, rounding), arrays in results.items() if rounding == "fast")
         for output in ("y", "dx"):
             if name not in CANCELLING[output]:
-                assert all(one[output].tobytes() == each[output].tobytes() for each in others)
+                assert all(one[output].tobytes() == other[output].tobytes() for other in others)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -185,7 +185,7 @@ def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
     if why_not := FAMILIES[name].why_not(dtype, 33):
         pytest.skip(why_not)
     case, again = make_case(name, dtype, 33, rng=7), make_case(name, dtype, 33, rng=7)
-    arrays, same = ([*each[:3], each.dy] for each in (case, again))
+    arrays, same = ([*drawn[:3], drawn.dy] for drawn in (case, again))
     assert_same(arrays, same)
     like_x = len(case.x), 33
     assert [array.shape for array in arrays] == [like_x, (33,), (33,), like_x]
@@ -194,14 +194,14 @@ def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
     assert finite == [FAMILIES[name].finite, True, True, True]
 
 
-# The promises of titles, about x in the dtype's own numbers.
+# Promises that titles make about x.
 PROMISES = {
     "F07": lambda x, f: np.unique(x).size == 2 and float(np.ptp(x)) == 2.0 ** (1 - f.digits),
     "F13": lambda x, f: (np.abs(x.astype(np.float64)) == f.largest).all(),
     "F16": lambda x, f: (np.abs(x.astype(np.float64)) < 2.0**f.emin).all(),
 }
-# The output that vanishes in the first row, and its remainder: at most some roundings of dy or of gamma * xhat, which are
-# below 8 here; xhat itself is known to 2^-50.
+# The output that vanishes in the first row, and the size of its remainder, in roundings: dy and gamma * xhat are below
+# 8 here; xhat itself is known to 2^-50.
 VANISHING = {"F27": ("dx", 0), "F28b": ("dx", 8), "F32": ("y", 8), "F35": ("dgamma", 0)}
 
 
@@ -219,33 +219,32 @@ def test_a_family_is_what_its_title_says(name, dtype):
 def test_a_million_positive_rows_do_not_drift(backend):
     """NumPy's float32 sum over axis 0 is off by 1.8e-4 here: it adds one row at a time."""
     dy = np.random.default_rng(0).random((1_000_000, 2), dtype=np.float32) + 0.5
-    _, cache = layer_norm_forward(
-        dy, np.ones(2, np.float32), np.zeros(2, np.float32), backend=backend
-    )
+    gamma, beta = np.ones(2, np.float32), np.zeros(2, np.float32)
+    _, cache = layer_norm_forward(dy, gamma, beta, backend=backend)
     dbeta = layer_norm_backward(dy, cache, wrt=("beta",)).dbeta
-    # Below 2^21, of multiples of 2^-24: exact in float64.
+    # The sum is below 2^21 and a multiple of 2^-24: exact in float64.
     expected = dy.sum(axis=0, dtype=np.float64)
     np.testing.assert_array_equal(dbeta, expected.astype(np.float32))
 
 
-# ---- what other implementations returned ----
+# ---- rows and results of others ----
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.source}: {row.title}")
 def test_published_rows_keep_the_contract(row, rng, dtype):
-    """And they are what the thread expects, in its dtypes, to as many digits as it prints; |y| < 2."""
+    """y also agrees with the thread, to as many digits as it prints; |y| < 2."""
     if not row.fits(dtype):
         pytest.skip(f"{dtype} cannot hold {row.source}")
     dy = rng.standard_normal(row.x.shape).astype(dtype)
-    for found in assert_right(Case(*row.arguments(dtype), dy), roundings=FAST).values():
+    for results in assert_right(Case(*row.arguments(dtype), dy), roundings=FAST).values():
         if row.y is not None and dtype.itemsize > 2:
             atol = 0.5 * 10.0**-row.digits + np.finfo(dtype).eps
             expected = np.broadcast_to(row.y, row.x.shape)
-            np.testing.assert_allclose(found["y"], expected, rtol=0, atol=atol)
+            np.testing.assert_allclose(results["y"], expected, rtol=0, atol=atol)
 
 
 def test_real_data_agrees_with_another_implementation():
-    """The bundled file's y, dx, dgamma, dbeta: float64, by someone else's autodiff."""
+    """The bundled file has y, dx, dgamma, dbeta in float64, by another project's autodiff."""
     path = resources.files("stablenorm").joinpath("data/minilm_layer0_output.npz")
     with path.open("rb") as file:
         data = dict(np.load(file, allow_pickle=False))
@@ -269,7 +268,7 @@ def bounds(h, k):
 
 
 def before_rounding(case):
-    """Return the outputs of the reference as the float64 that it rounds, and S of each."""
+    """Return the outputs of the reference in float64, before it rounds them, and their S."""
     y = np.empty(case.x.shape)
     statistics = blocks.forward(Forward(case.x, Norm(case.gamma, case.beta, case.eps), y))
     x, gamma, beta, dy = (a.astype(np.float64) for a in (case.x, case.gamma, case.beta, case.dy))
@@ -286,25 +285,25 @@ def before_rounding(case):
     [(name, n) for n in (2, 100, 768) for name in FINITE if FAMILIES[name].applies("float32", n)],
 )
 def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
-    # The oracle's time goes into long rows.
+    # Long rows cost the oracle most.
     case = make_case(name, "float32", n, max(1 if n > 100 else 4, FAMILIES[name].smallest_rows))
-    found, sizes = before_rounding(case)
+    outputs, sizes = before_rounding(case)
     height = 18 + math.ceil(math.log2(n / 128)) if n >= 128 else min(n - 1, 18)
     limits = bounds(height, math.ceil(math.log2(len(case.x))) + 1)
     exact = exact_layer_norm(*case)
-    for output, values in found.items():
+    for output, values in outputs.items():
         right = exact.rounded(output, np.float64)
         with np.errstate(invalid="ignore"):
             error = abs(values - right)
-        # The part that is rounded off the exact value, to compare in float64, is not ours.
+        # Second term: the exact value, too, is rounded to float64 for the comparison.
         allowed = limits[output] * U * sizes[output] + U * abs(right)
         assert (error <= allowed).all(), f"{output}: {(error / allowed).max():.3g} of the bound"
 
 
 def test_the_bound_is_not_idle():
-    """A mean that is not corrected breaks it, by the rounding of the mean alone."""
+    """An uncorrected mean breaks the bound, by its rounding alone."""
     case = make_case("F07", "float32", 768)
-    # By the plain formula, in float64.
+    # The plain formula in float64.
     y = plain_forward(case.x.astype(np.float64), case.gamma, case.beta, case.eps)[0]
     error = abs(y - exact_layer_norm(*case).rounded("y", np.float64))
     assert (error > bounds(21, 1)["y"] * U * before_rounding(case)[1]["y"]).any()
@@ -312,9 +311,9 @@ def test_the_bound_is_not_idle():
 
 @pytest.mark.parametrize("output", ["y", "dx"])
 def test_a_few_of_a_billion_float32_are_the_other_neighbour(output):
-    """An error of e ulp before rounding is one for a share 2 |e| of the exact values."""
+    """With an error of e ulp before rounding, a share 2 |e| of exact values rounds to the other neighbour."""
     case = make_case("F01", "float32", 16, 4)
-    found, exact = before_rounding(case)[0][output], exact_layer_norm(*case)
-    errors = [Fraction(float(v)) - exact.value(output, at) for at, v in np.ndenumerate(found)]
-    ulp = np.spacing(abs(found).astype(np.float32)).ravel()
+    values, exact = before_rounding(case)[0][output], exact_layer_norm(*case)
+    errors = [Fraction(float(v)) - exact.value(output, at) for at, v in np.ndenumerate(values)]
+    ulp = np.spacing(abs(values).astype(np.float32)).ravel()
     assert 1e-9 < np.mean(2 * abs(np.array(errors, float)) / ulp) < 1e-8

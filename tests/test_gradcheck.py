@@ -1,4 +1,4 @@
-"""Broken by differences, the rules of a call, and the report: right passes, wrong fails, doubt is said."""
+"""Differences, rules of a call, the report: right code passes, wrong code fails, doubt is inconclusive."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def check(forward=sine, backward=cosine, args=(X,), **options):
     return check_gradients(forward, backward, args, names="xwb"[: len(args)], rng=0, **options)
 
 
-def found(report, name):
+def finding_named(report, name):
     """Return the one finding whose name has `name` in it."""
     (finding,) = (f for f in report.findings if name in f.name)
     return finding
@@ -63,9 +63,9 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
     function, gradient, shapes = OPERATIONS[name]
 
     def spoil(dy, cache):
-        *found, last = (np.array(g) for g in gradient(dy, cache))
+        *others, last = (np.array(g) for g in gradient(dy, cache))
         last[1, 1] *= 1.01
-        return *found, last
+        return *others, last
 
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -74,11 +74,11 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
         assert report.verdict == "PASS", f"seed {seed}\n{report}"
     *others, wrong = check_gradients(function, spoil, args, rng=rng).arguments
     assert (wrong.verdict, wrong.failing, wrong.index) == ("FAIL", 1, (1, 1))
-    assert all(each.verdict == "PASS" for each in others)
+    assert all(result.verdict == "PASS" for result in others)
 
 
 def test_numeric_bound_covers_the_true_error(monkeypatch):
-    # The bound of each numeric derivative, seen where the report is made of them.
+    # Record the bounds of all numeric derivatives on their way to the report.
     seen, judge = [], Argument.judge
     monkeypatch.setattr(Argument, "judge", lambda arg: (seen.append(arg), judge(arg))[1])
     z = []
@@ -88,13 +88,13 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
             seen.clear()
             of_x = partial(forward, gamma=gamma, beta=beta)
             check_gradients(of_x, lambda *a: backward(*a)[:1], [x], rng=seed, max_elements=200)
-            # From re-centred rows: its error, u times a few, is far below what is measured.
+            # The expected dx has an error of a few u, far below the errors measured.
             case = Case(x, gamma, beta, 1e-5, seen[0].loss.dy)
             expected, *_ = Expected(case, 2.0**-53).bounds_of("dx", x.dtype)
             z += [abs(e.numeric - expected.flat[e.place]) / e.bound_numeric for e in seen[0].found]
     assert len(z) > 1700
     assert np.mean(np.array(z) <= 1) >= 0.999
-    # A bound that is never exceeded because it is useless would be no bound.
+    # The bound must not be far too large.
     assert np.median(z) >= 0.01
 
 
@@ -103,7 +103,7 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
 
     def wrong(dy, cache):
         dx, *others = backward(dy, cache)
-        # One row in 68, in no element that is sampled on purpose.
+        # One of 68 rows, and no element that the check always samples.
         dx[1, 7] *= 1.001
         return dx, *others
 
@@ -136,12 +136,12 @@ def test_assert_gradients_raises_the_report_and_the_same_rng_gives_the_same(rng)
 
 
 def test_scales_are_the_row_spread_not_the_magnitude(rng):
-    # exp(x - max): a step in proportion to |x| would leave the function behind.
+    # exp(x - max): a step in proportion to |x| would be far too long.
     x = 1e5 + rng.standard_normal((4, 6))
     report = check_gradients(softmax, softmax_backward, [x], rng=0)
     assert report.passed, str(report)
     assert report.arguments[0].resolution < 1e-6
-    # A spread that misleads can be replaced.
+    # `scales` replaces a spread that misleads.
     x = np.array([[0.0, 0.0, 1e9], [1.0, 2.0, 3.0]])
     report = check_gradients(softmax, softmax_backward, [x], scales=[1.0], rng=0)
     assert report.passed, str(report)
@@ -164,8 +164,8 @@ def test_a_kink_is_recognised(name, distance):
         report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
         assert report.verdict == "PASS", str(report)
         if distance == 0:
-            assert "not differentiable at (1, 2)" in found(report, "differentiable").message
-    # It excuses no other element.
+            assert "not differentiable at (1, 2)" in finding_named(report, "differentiable").message
+    # A kink excuses no other element.
     report = check(forward, lambda dy, x: (1.01 * backward(dy, x)[0],), [x])
     assert report.verdict == "FAIL"
     report = check(forward, backward, [np.zeros((3, 4))])
@@ -210,16 +210,16 @@ def test_hard_inputs_are_no_false_alarm(name, dtype):
             warnings.simplefilter("error")
             ours = partial(layer_norm_forward, eps=eps)
             report = check_gradients(ours, layer_norm_backward, case[:3], rng=0)
-        # A derivative that is too large for its dtype is infinite, and a gradient must be finite.
+        # A derivative too large for its dtype is infinite, but a gradient must be finite.
         too_large = any("got inf" in result.message for result in report.arguments)
         assert report.verdict != "FAIL" or (name == "F16" and too_large), str(report)
 
 
-# At 20, 27 of 30 seeds failed before the roundings of the backward were measured; 2 still do: an
-# output that is 1 whatever x does moves by less than its last bit, which no difference sees.
+# Size 20: 27 of 30 seeds failed before the check measured the roundings of the backward; 2 still fail.
+# An output near 1 there moves by less than its last bit, which no difference sees.
 @pytest.mark.parametrize("size", [6, 10])
 def test_a_saturated_softmax_is_no_false_alarm(size):
-    """Near p = 1, dy - <p, dy> cancels: its rounding errors are far larger than the gradient."""
+    """dy - <p, dy> cancels near p = 1: its rounding errors are far larger than the gradient."""
     for seed in range(12):
         x = size * np.random.default_rng(seed).standard_normal((5, 7))
         report = check_gradients(softmax, softmax_backward, [x], rng=seed)
@@ -229,7 +229,7 @@ def test_a_saturated_softmax_is_no_false_alarm(size):
 CALLS = count(1)
 
 
-# Wrong by a little more at each call.
+# Error that grows with the number of calls.
 drift = lambda a: a * (1 + 1e-6 * next(CALLS))
 
 
@@ -246,7 +246,7 @@ def fail(*_):
     raise RuntimeError(msg)
 
 
-# Faults of a call with X: the finding that reports it (x: the argument), and a word of the message.
+# Faults of a call with X: forward, backward, the finding that reports it (x: the argument), words of its message.
 FAULTS = [
     (lambda x: (np.sin(x), (x.copy(), np.negative(x, out=x))[0]), cosine,
      "forward leaves", "forward modifies x"),
@@ -258,9 +258,9 @@ FAULTS = [
     (sine, lambda dy, x: (drift(dy * np.cos(x)),), "backward is deterministic", "gradient of x differs by"),
     (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "linear", "of x differs by"),
     (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
-    # Homogeneous, but not linear.
+    # This backward is homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
-    # Functions that are no forward at all.
+    # Functions that are no forward.
     (np.sin, cosine, "returns", "forward must return (y, cache), got one array"),
     (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
     (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
@@ -269,7 +269,7 @@ FAULTS = [
     (lambda x: (Tensor(), x), cosine, "returns", "y that forward returns must be an array, got Tensor: detach"),
     (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), cosine,
      "forward is deterministic", "y differs by"),
-    # Backwards that are none: a sentence, not a traceback.
+    # Functions that are no backward: a sentence, not a traceback.
     (sine, fail, "x", "backward raised RuntimeError: no luck"),
     (sine, lambda *_: None, "x", "got NoneType"),
     (sine, lambda dy, x: {"x": dy * np.cos(x)}, "x", "got dict"),
@@ -283,10 +283,10 @@ FAULTS = [
     (lambda x: (np.sin(x).reshape((1, 3, 4) if next(AGAIN) else (3, 4)), x), cosine,
      "forward is deterministic", "y must have shape 3 x 4, got 1 x 3 x 4"),
 ]  # fmt: skip
-# Gradients that are wrong in one element, or rounded to float32, are not excused.
+# Smooth functions do not excuse gradients that are wrong in one element, or rounded to float32.
 SMOOTH = [
     (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
-    # Nearly a kink.
+    # This one nearly has a kink.
     (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
     (lambda x: x**3, lambda x: 3 * x**2),
 ]
@@ -298,19 +298,19 @@ SPOILED = (
 SQUARE = lambda x: (x * x, x), lambda dy, x: (2 * x * dy,)
 ROOT = lambda x: fail() if (x < 0).any() else (np.sqrt(x), x)
 NEAR_0 = np.array([0.02, 1.0, 2.0])
-# The arguments as well, the verdict and, if it is another, that of the finding.
+# Forward, backward, arguments, the verdict and, if different, that of the finding, its name, its message.
 JUDGED = [
-    *((*each[:2], [X], "FAIL", *each[2:]) for each in FAULTS),
+    *((*fault[:2], [X], "FAIL", *fault[2:]) for fault in FAULTS),
     *((lambda x, f=f: (f(x), x),
        lambda dy, _, d=d, t=t, k=k: ((dy * np.where(X[1, 1] == X, k, 1) * d(X)).astype(t).astype(float),),
        [X], *rest) for f, d in SMOOTH for t, k, *rest in SPOILED),
     (forward, backward, data(0, offset=1e5, dtype=np.float32), "INCONCLUSIVE", "x", "coarser than"),
     (forward, backward, data(1, dtype=np.float16), "INCONCLUSIVE", "x", "coarser than"),
     (forward, backward, data(2, dtype=ml_dtypes.bfloat16), "INCONCLUSIVE", "x", "coarser than"),
-    # float16 inside.
+    # The forward computes in float16.
     (lambda x: (np.sin(x).astype(np.float16).astype(float), x), cosine, data(0)[:1],
      "INCONCLUSIVE", "x", "coarser than"),
-    # NaN nearby.
+    # The forward is NaN near x.
     (lambda x: (np.sqrt(x), x), lambda dy, x: (dy / (2 * np.sqrt(x)),), [np.array([1e-12, 1.0])],
      "INCONCLUSIVE", "x", "not finite"),
     # Nothing to compare.
@@ -343,11 +343,11 @@ def test_a_call_has_its_verdict_and_a_line_that_says_why(
 ):
     report, (verdict, _, other) = check(forward, backward, args), verdicts.partition(", ")
     assert report.verdict == verdict, str(report)
-    said = report.arguments[0] if name == "x" else found(report, name)
+    said = report.arguments[0] if name == "x" else finding_named(report, name)
     assert (said.verdict, "\n" in said.message) == (other or verdict, False)
     assert message in said.message
     assert verdict != "INCONCLUSIVE" or said.resolution > 1e-3
-    # An array that is modified spoils what is found later: that is said first.
+    # A modified array spoils all later findings: the diagnosis names it.
     assert report.diagnosis == (said.message,) * ("modifies" in message)
 
 
@@ -370,7 +370,7 @@ PASSED = GradientReport((RIGHT,), 10, FINDINGS[:1])
 ODD = replace(WRONG, actual=math.nan, numeric=math.inf, bound_numeric=math.inf, resolution=math.inf)
 DOUBT = Finding("smoothness", "no kink", "INCONCLUSIVE", "one at x[3]")
 OPEN = "INCONCLUSIVE: "
-# Reports with nothing in them, or everything, or NaN; and how the text begins.
+# Reports that are empty, full or hold NaN, and the beginning of their text.
 REPORTS = {
     "passed": (PASSED, "PASS: an error of 3.0e-12, relative, would have been seen"),
     "nothing": (GradientReport((NOT_GIVEN,), 0), f"{OPEN}nothing was compared"),
@@ -385,7 +385,7 @@ REPORTS = {
 
 
 def test_findings_are_counted_by_their_layer_and_those_that_did_not_pass_are_told():
-    """The lines before them are those of a page, which test_docs.py runs."""
+    """test_docs.py checks the lines before these, on a page."""
     assert str(REPORT).splitlines()[-6:] == [
         "  beta: NOT CHECKED: the argument is None",
         "  contract: 1 PASS, 1 FAIL, 1 NOTE",
@@ -404,9 +404,9 @@ def test_every_report_has_lines_and_json(name, tmp_path):
     assert max(map(len, lines)) <= 100
     text = report.to_json(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text(encoding="utf-8") == text
-    held = json.loads(text, parse_constant=pytest.fail)
-    assert held == report.as_dict()
-    assert (held["verdict"], float(held["resolution"])) == (report.verdict, report.resolution)
-    for result, argument in zip(report.arguments, held["arguments"], strict=True):
+    written = json.loads(text, parse_constant=pytest.fail)
+    assert written == report.as_dict()
+    assert (written["verdict"], float(written["resolution"])) == (report.verdict, report.resolution)
+    for result, argument in zip(report.arguments, written["arguments"], strict=True):
         np.testing.assert_equal(float(argument["actual"]), result.actual)
         assert argument["index"] == (None if result.index is None else list(result.index))

@@ -1,4 +1,4 @@
-"""Memory for results: the process keeps what comes again, never much, and nothing that is held."""
+"""Memory for results: idle memory is reused and limited; memory that something holds is not."""
 
 import gc
 import os
@@ -12,13 +12,13 @@ from stablenorm.memory import empty, get_idle_bytes, get_idle_limit, set_idle_li
 
 pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
-# Four MiB, of which the memory is as large: capacities are 4, 5, 6 or 7 times a power of two.
+# Four MiB, an exact capacity: capacities are 4, 5, 6 or 7 times a power of two.
 NBYTES = 4 << 20
 
 
 @pytest.fixture(autouse=True)
 def limit():
-    """Begin with nothing idle, and room for 64 arrays; afterwards the limit is as before."""
+    """Begin with no idle memory and room for 60 arrays; restore the limit afterwards."""
     before = get_idle_limit()
     gc.collect(1)
     set_idle_limit(0)
@@ -36,7 +36,7 @@ def place(array):
 
 
 def same(one, other):
-    """Arrays in the same memory begin at different places in its first page."""
+    """Tell whether two arrays begin in the same memory, at any place in its first page."""
     return abs(one - other) < 4096
 
 
@@ -48,7 +48,7 @@ def test_idle_memory_stays_within_the_limit():
     for i in range(6):
         held[i] = None
         assert get_idle_bytes() == min(i + 1, 3) * NBYTES
-    # The latest stay, and go first.
+    # The latest memory stays, and is reused first.
     again = [new() for _ in range(3)]
     assert all(same(place(array), at) for array, at in zip(again, places[:2:-1], strict=True))
     set_idle_limit(0)
@@ -60,7 +60,7 @@ def test_idle_memory_stays_within_the_limit():
     assert get_idle_bytes() == get_idle_limit() == NBYTES
 
 
-def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
+def test_the_default_limit_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "Path", lambda _, name: tmp_path / name)
     pages = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 28}
     monkeypatch.setattr(os, "sysconf", pages.get)
@@ -72,7 +72,7 @@ def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
     assert memory.default_limit() == 1 << 23
 
 
-# ---- what something still holds is let be ----
+# ---- memory that something holds ----
 
 
 class Subclass(np.ndarray):
@@ -90,13 +90,13 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_whatever_holds_it_keeps_it_in_use(holder):
+def test_memory_that_something_holds_is_not_reused(holder):
     array = new()
     array.fill(1)
     where = place(array)
     held = HOLDERS[holder](array)
     del array
-    # Collect the young alone, which they are: a full one takes 0.1 s of all that the tests hold.
+    # Collect young objects alone: a full collection takes 0.1 s.
     gc.collect(1)
     before = get_idle_bytes()
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_whatever_holds_it_keeps_it_in_use(holder):
     assert get_idle_bytes() <= before + NBYTES
     del held
     gc.collect(1)
-    # The latest to come back goes first.
+    # The memory that came back last is reused first.
     assert same(place(new()), where)
 
 
@@ -121,7 +121,7 @@ def test_arrays_are_like_any_other(dtype):
         assert place(array) % 64 == 0
         array.flags.writeable = False
         array.flags.writeable = True
-    # Apart within a page, so that a load is not taken for one of what was just stored.
+    # Arrays begin at different places of a page: a load must not look like one of a recent store.
     starts = {place(array) % 4096 // 256 for array in arrays}
     assert len(starts) >= 4
     arrays[0].fill(1)

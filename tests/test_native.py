@@ -1,4 +1,4 @@
-"""Broken where an instruction set, threads, an address in memory or a control word changes a bit of the kernels."""
+"""No instruction set, number of threads, address in memory or control word changes a bit of the kernels."""
 
 import ctypes
 import platform
@@ -33,14 +33,14 @@ def results(case, rounding, backend="native"):
     x, dy, gamma, beta = case
     y, cache = sn.layer_norm_forward(x, gamma, beta, backend=backend, rounding=rounding)
     arrays = y, *sn.layer_norm_backward(dy, cache), cache.mean, cache.rstd
-    return [each.tobytes() for each in arrays]
+    return [array.tobytes() for array in arrays]
 
 
 def make(rng, rows, n, dtypes):
     """
-    Rows with offsets and sizes, some near their mean or constant; one of float64 that pairs are not for.
+    Return rows of any offset and size, also nearly constant and constant ones; in float64, one out of range.
 
-    The second half but for a row takes from the sums what the first gave: rounding errors are left, if any.
+    The second half of the rows cancels the first in the sums, except for one row: only rounding errors are left.
     """
     x, dy = rng.standard_normal((2, rows, n)) * np.exp(2 * rng.standard_normal((2, rows, 1)))
     x += rng.standard_normal((rows, 1)) * 100
@@ -51,13 +51,13 @@ def make(rng, rows, n, dtypes):
     if dtypes[0] == "float64":
         x[rows // 2] *= 2.0**300
     arrays = x, dy, *rng.standard_normal((2, n))
-    return [each.astype(kind) for each, kind in zip(arrays, dtypes, strict=True)]
+    return [array.astype(kind) for array, kind in zip(arrays, dtypes, strict=True)]
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("dtypes", [each for each in dict.fromkeys(MIXTURES) if None not in each])
+@pytest.mark.parametrize("dtypes", [m for m in dict.fromkeys(MIXTURES) if None not in m])
 def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding, request):
-    """And with rounding="nearest" they are the reference's."""
+    """With rounding="nearest" they are also the bits of the reference."""
     request.addfinalizer(partial(sn.set_num_threads, sn.get_num_threads()))
     request.addfinalizer(partial(native.use, native.INSTRUCTIONS[0]))
     shapes = [(3, 1), (9, 2), (70, 7), (200, 64), (65, 129), (9, 1000), (3, 5001)]
@@ -91,20 +91,20 @@ def test_arm64_gives_the_same_bits(tmp_path):
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_at_any_address_have_the_same_bits(dtype, rounding, rng):
-    """By the last 12 bits of it and of what is read, rows are written from their ends; or past the caches."""
+    """The last 12 bits of addresses decide whether rows are written from their ends, or past the caches."""
     for rows, n in ((9, 5), (9, 35), (9, 300), ((9 << 18) // 769, 769), (9 << 8, 1024)):
         x, dy, gamma, beta = make(rng, rows, n, (dtype,) * 4)
-        how = {"rounding": rounding, "backend": "native"}
-        y, cache = sn.layer_norm_forward(x, gamma, beta, **how)
+        options = {"rounding": rounding, "backend": "native"}
+        y, cache = sn.layer_norm_forward(x, gamma, beta, **options)
         dx = sn.layer_norm_backward(dy, cache).dx
-        few, of_few = sn.layer_norm_forward(x[5:7], gamma, beta, **how)
+        few, of_few = sn.layer_norm_forward(x[5:7], gamma, beta, **options)
         assert few.tobytes() == y[5:7].tobytes()
         assert sn.layer_norm_backward(dy[5:7], of_few).dx.tobytes() == dx[5:7].tobytes()
         room = np.empty(x.nbytes + 4096, np.uint8)
         for behind in (-64, 0, 4, 16, 32, 64, 2048):
             start = (x.ctypes.data + behind - room.ctypes.data) % 4096
             out = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-            sn.layer_norm_forward(x, gamma, beta, out=out, **how)
+            sn.layer_norm_forward(x, gamma, beta, out=out, **options)
             assert out.tobytes() == y.tobytes()
             sn.layer_norm_backward(dy, cache, out=(out, None, None))
             assert out.tobytes() == dx.tobytes()
@@ -113,7 +113,7 @@ def test_results_at_any_address_have_the_same_bits(dtype, rounding, rng):
 def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
     x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
     gamma = rng.standard_normal((4, 1, 1024), np.float32)
-    # The first at a whole line, and each one float more apart than they are long.
+    # The first sample begins at a cache line; a gap of one float follows every sample.
     room = np.empty(4 * 2**20 + 20, np.float32)
     start = -room.ctypes.data % 64 // 4
     out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
@@ -124,7 +124,7 @@ def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
 
 
 def refuse(*_, **__):
-    pytest.fail("this call is one for the kernels alone")
+    pytest.fail("this call must go to the kernels alone")
 
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
@@ -174,7 +174,7 @@ def test_the_instructions_of_the_environment_are_used_or_refused():
     assert (command.returncode, command.stderr) == (2, f"stablenorm: {said}\n")
 
 
-def test_where_it_is_not_built_it_says_so():
+def test_a_missing_native_backend_says_so():
     code = (
         "import sys; sys.modules['stablenorm._core'] = None\n"
         "import numpy, stablenorm; stablenorm.layer_norm(numpy.ones((2, 3)), backend='native')"
@@ -185,7 +185,7 @@ def test_where_it_is_not_built_it_says_so():
 
 
 def test_rows_out_of_range_alone_go_to_integers(rng, monkeypatch):
-    """One such row used to send dgamma and dbeta of the whole array there, a hundred times slower."""
+    """One such row once sent dgamma and dbeta of the whole array to integers, a hundred times slower."""
     x, dy, gamma, beta = make(rng, 50, 30, ("float64",) * 4)
     dy[7, 3] = np.inf
     asked = []
@@ -195,27 +195,27 @@ def test_rows_out_of_range_alone_go_to_integers(rng, monkeypatch):
     for rounding in ("fast", "nearest"):
         asked.clear()
         _, cache = sn.layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
-        found = sn.layer_norm_backward(dy, cache)
+        gradients = sn.layer_norm_backward(dy, cache)
         ((row, *others),) = asked
         assert row == 7
         assert len(others) <= 1
         _, cache = sn.layer_norm_forward(x, gamma, beta, backend="numpy", rounding=rounding)
-        for one, other in zip(found, sn.layer_norm_backward(dy, cache), strict=True):
+        for one, other in zip(gradients, sn.layer_norm_backward(dy, cache), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-15)
 
 
 def test_the_kernels_know_the_fields_of_the_records():
-    """By their names and order: a field that is added, removed or renamed on one side only is found here."""
+    """The fields have the same names and order on both sides."""
     source = (NATIVE / "module.cpp").read_text("utf-8")
-    found = dict(re.findall(r"struct of_(\w+) \{\s*enum \{ (.*?)(?:, fields)? \}", source))
+    fields = dict(re.findall(r"struct of_(\w+) \{\s*enum \{ (.*?)(?:, fields)? \}", source))
     records = {"norm": Norm, "cache": Cache, "statistics": Statistics}
-    assert found == {name: ", ".join(record._fields) for name, record in records.items()}
+    assert fields == {name: ", ".join(record._fields) for name, record in records.items()}
 
 
 # ---- threads that flush subnormals or round upward ----
 
-# The place of the control word in C's fenv_t, and its bits: to flush results and to take subnormal operands as zero; to
-# round upward.
+# The place of the control word in C's fenv_t, its bits that flush subnormal results and operands to zero, and its bits
+# that round upward.
 PLACES = {
     ("linux", "x86_64"): (28, 1 << 15 | 1 << 6, 2 << 13),
     ("linux", "aarch64"): (0, 1 << 24, 1 << 22),
@@ -227,29 +227,29 @@ known = pytest.mark.skipif(PLACE is None, reason="the layout of fenv_t is not kn
 
 
 class Control:
-    """The control word of this thread, which is set to `bits` inside a with statement."""
+    """The control word of this thread; `bits` are set in it inside a with statement."""
 
     def __init__(self, bits):
-        # The C library has these functions, or libm.
+        # The functions are in the C library or in libm.
         self.library, self.bits = ctypes.PyDLL(None), bits
         if not hasattr(self.library, "fegetenv"):
             self.library = ctypes.PyDLL("libm.so.6")
 
     def environment(self):
-        held = ctypes.create_string_buffer(256)
-        self.library.fegetenv(held)
-        return held, ctypes.c_uint32.from_buffer(held, PLACE[0])
+        buffer = ctypes.create_string_buffer(256)
+        self.library.fegetenv(buffer)
+        return buffer, ctypes.c_uint32.from_buffer(buffer, PLACE[0])
 
     def settings(self):
-        # The last six bits of x86's are no settings, but what has happened so far.
+        # The last six bits on x86 are flags of past events, not settings.
         word = self.environment()[1].value
         return word & ~63 | word & PLACE[1]
 
     def __enter__(self):
         self.before = self.environment()[0]
-        held, word = self.environment()
+        buffer, word = self.environment()
         word.value |= self.bits
-        self.library.fesetenv(held)
+        self.library.fesetenv(buffer)
         assert self.settings() & self.bits == self.bits
         self.inside = self.settings()
 
@@ -266,13 +266,13 @@ def hostile(rng, shape, x_dtype, dtype, eps=0.0):
     tiny = {f2: 1e-6, bf: 1e-40, f4: 1e-40, f8: 1e-50}
     x, dy = ((v * tiny[x_dtype]).astype(x_dtype) for v in (x, dy))
     if x_dtype == f8:
-        # Rows that integers do.
+        # Rows out of range, which go to integers.
         x[1:2], x[2:3] = x[1:2] * 1e-265, x[2:3] * 1e300
     gamma[::2], beta[::2] = gamma[::2] * tiny[dtype], beta[::2] * tiny[dtype]
     return x, gamma.astype(dtype), beta.astype(dtype), eps, dy
 
 
-# Enough to be shared by threads.
+# Enough elements for threads to share.
 MANY = 1100, 64
 KINDS = [(f2, f2), (bf, bf), (f4, f4), (f8, f8), (bf, f4)]
 

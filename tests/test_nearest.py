@@ -1,4 +1,4 @@
-"""Broken where a result is not the exact one rounded once (ties, zeros, the range, sums of parts), or not what is kept."""
+"""rounding="nearest": ties, zeros, the range, sums of parts; digests and elements next to midpoints."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from stablenorm.types import bfloat16
 
 
 def ties(dtype, rng):
-    """Rows of which xhat is rational, with gamma, beta and dy of few bits: ties and zeros abound."""
+    """Yield rows with a rational xhat, and gamma, beta and dy of few bits: ties and zeros abound."""
     small = lambda *shape: rng.integers(-40, 41, shape) / 8
     step = 2.0 ** (1 - format_of(dtype).digits)
     two = np.array([[1, -3], [5, 4], [2**-9, 2**9]])
@@ -46,18 +46,18 @@ def test_ties_and_exact_zeros(dtype, rng):
 
 
 F4, F8, HUGE = np.float32, np.float64, 1.7e308
-# Columns of dy, whose sum is dbeta; and the dtypes of both.
+# The dtypes of dy and dbeta, and a column of dy, whose sum is dbeta.
 COLUMNS = [
-    # A little more than half way to the next number, once the large terms have cancelled: the low part is the larger.
+    # The large terms cancel, then the sum is a little above a midpoint; its low part is larger than its high part.
     (np.float16, np.float16, [2.0**14, 1, 2.0**-11, -(2.0**14), 2.0**-24]),
     *((dtype, dtype, [2.0**56, 1, 2.0**-digits, -(2.0**56), 2.0**-55])
       for dtype, digits in ((bfloat16, 8), (F4, 24), (F8, 53))),
     # The same for a pair of sums that does not hold the last term.
     (F8, F8, [1.0, 2.0**-53, 2.0**-160]),
-    # More digits than a pair has.
+    # Sums with more digits than a pair.
     (F4, F4, [2.0**120, 2.0**60, 3.0, -(2.0**120), -(2.0**60), 0, 0, 0]),
     (F8, F8, [2.0**190, 2.0**90 + 2.0**38, 3.0, -(2.0**190), -(2.0**90) - 2.0**38, 0, 0, 0]),
-    # Midpoints of the smallest numbers are numbers where there are all digits.
+    # A midpoint of subnormal numbers, which have fewer digits.
     (F4, bfloat16, [2.0**-93, 2.5 * 2.0**-133 + 2.0**-149, -(2.0**-93)]),
     # Sums along a row overflow.
     (F8, F8, [HUGE, HUGE, -HUGE]),
@@ -65,9 +65,9 @@ COLUMNS = [
 
 
 def rare_cases():
-    """Yield cases, and what their calls are given besides."""
+    """Yield cases, and keywords of their calls."""
     ones = np.ones((3, 1), np.float32)
-    # A dsum beside what vanishes is rounded whatever its size.
+    # dx of one column vanishes: dsum alone is rounded, whatever its size.
     yield Case(ones, None, None, 1e-5, ones), {"dsum": np.array([[2.0], [-1e57], [1e120]])}
     # Rows of equal elements have xhat 0 and an rstd of 10^150; the others cancel: zero in every unit.
     x = np.array([[1000, 1000], [1000, 1004], [1000, 996]], np.float32)
@@ -75,7 +75,7 @@ def rare_cases():
     # A large beta sends the forward to the reference, and tiny rows let dgamma underflow to -0.
     x, dy = np.array([[1.82512575e-309, -3.03630258e-309]]), np.array([[-1.0, 1.0]]) / 64
     yield Case(x, np.ones(2), np.array([1e200, 1.0]), 1e30, dy), {}
-    # Half of the columns, between which and a large dy and xhat nothing adds up: no NaN is left.
+    # Products of a large dy and xhat overflow or cancel, but leave no NaN.
     x, dy = 2.0**-100 * np.tile([1.0, 1.0, -1.0, -1.0], (1, 4)), np.zeros((1, 16))
     dy[0, 1::4] = 2.0**1000 * np.array([1.0, -1.0, 1.0, -1.0])
     yield Case(x, np.ones(16), np.ones(16), 0.0, dy), {}
@@ -90,9 +90,9 @@ def rare_cases():
         yield Case(x, None, np.zeros(4, of_beta), 1e-5, dy), {}
 
 
-@pytest.mark.parametrize(("case", "given"), list(rare_cases()))
-def test_rare_cases(case, given):
-    assert_right(case, **given)
+@pytest.mark.parametrize(("case", "keywords"), list(rare_cases()))
+def test_rare_cases(case, keywords):
+    assert_right(case, **keywords)
 
 
 def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
@@ -108,7 +108,7 @@ def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
 
 
 def test_sums_of_two_round_once(dtype):
-    """The second word decides at a midpoint of the first, with and without subnormals."""
+    """The low word decides at a midpoint of the high one, also for subnormal numbers."""
     info = ml_dtypes.finfo(np.float32 if dtype == np.float64 else dtype)
     odd = np.array([1, 3, 2**5 + 1, 2**10 - 1], dtype=np.float64)
     ones, tiny = 1 + odd * float(info.eps) / 2, odd[:2] / 2 * float(info.smallest_subnormal)
@@ -134,19 +134,19 @@ def test_every_number_of_16_bits(dtype, wide):
     x = np.resize(np.array([0, 1], dtype), (1, every.size))
     _, cache = layer_norm_forward(x, beta=np.zeros(every.size, wide), backend="native")
     with np.errstate(all="ignore"):
-        found = layer_norm_backward(every[None], cache, wrt="beta").dbeta
+        dbeta = layer_norm_backward(every[None], cache, wrt="beta").dbeta
         expected = every.astype(wide) + wide(0)
         finite = np.unique(np.abs(expected[np.isfinite(expected)]))
-        # Behind the last number only its midpoint, which rounds to infinity.
+        # Beyond the largest number only a midpoint, which rounds to infinity.
         half = np.append(np.diff(finite), finite[-1] - finite[-2]) / 2
         near = np.concatenate([finite, finite + half, finite + half / 2, finite + 1.5 * half])
         beside = [np.nextafter(near, wide(end)) for end in (np.inf, -np.inf)]
         far = [5e-324, 2.0**-1022, finite[1] / 4, 1e-50, 3.4e38, 1e39, 1.7e308, np.inf, np.nan]
-        # The far ones apart: some of these send a whole row to integers.
+        # The far numbers have a row of their own: they send it to integers.
         rows = np.concatenate([near, *beside]), np.array(far).astype(wide)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(dbeta, expected)
     number = ~np.isnan(expected)
-    assert found[number].tobytes() == expected[number].tobytes()
+    assert dbeta[number].tobytes() == expected[number].tobytes()
     for row in rows:
         beta = np.concatenate([row, -row])
         y = layer_norm(np.ones((1, beta.size), dtype), beta=beta, backend="native")[0]
@@ -178,15 +178,15 @@ def some_parts(rng, count):
 
 
 def test_merged_bounds_its_error(rng):
-    """And by no more than it must, but for a little."""
+    """The bound is also nearly as small as it can be."""
     a, b = some_parts(rng, 1500), some_parts(rng, 1500)
-    # Some cancel, but for the last of their bits.
+    # A third cancels except for the last bits.
     b[::3] = a[::3]
     b["high"][::3] *= -1 - 2.0**-52 * rng.integers(-1, 2, len(b[::3]))
     total = merged(a, b)
     for parts in zip(a, b, total, strict=True):
-        (v, e), (w, f), (found, error) = map(fractions, parts)
-        assert abs(v + w - found) + e + f <= error
+        (v, e), (w, f), (value, error) = map(fractions, parts)
+        assert abs(v + w - value) + e + f <= error
         roundings = abs(v + w) * Fraction(2) ** -100 + max(abs(v), abs(w), e, f) / 2**1000
         assert error <= (e + f + roundings) * Fraction(1 + 2.0**-40)
     assert (total["error"] == 0).sum() > 150
@@ -215,7 +215,7 @@ def test_rounded_decides_what_the_error_allows(dtype, rng):
     seen = set()
     for part, value, uncertified in zip(parts, *rounded(parts, dtype), strict=True):
         v, e = fractions(part)
-        # An uncertified one may owe it to the rounding of the sum with the bound.
+        # The sum with the bound is rounded, which may leave an element uncertified.
         more = Fraction(2) ** -101 * abs(v) if uncertified else 0
         ends = [repr(nearest(end, dtype)) for end in (v - e - more, v, v + e + more)]
         assert uncertified or {*ends} == {repr(float(value))}, part
@@ -224,23 +224,23 @@ def test_rounded_decides_what_the_error_allows(dtype, rng):
     assert seen == {(False, True), (False, False), (True, False)}
 
 
-# ---- fixed inputs and kept results ----
+# ---- fixed inputs, and digests of their results ----
 
 
 @pytest.mark.parametrize("name", published_digests())
 def test_the_digests_are_those_of_the_exact_results(name):
     case = digest_inputs()[name]
     exact, dtypes = exact_layer_norm(*case), [case[i].dtype for i in (0, 0, 1, 2)]
-    found = tuple(digest(exact.rounded(*each)) for each in zip(NAMES, dtypes, strict=True))
-    assert found == published_digests()[name]
+    digests = tuple(digest(exact.rounded(*pair)) for pair in zip(NAMES, dtypes, strict=True))
+    assert digests == published_digests()[name]
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="the digests are those of the kernels")
 def test_the_kernels_have_the_same_bits_by_default_as_in_the_version_before():
-    kept = Path(__file__).with_name("digests_fast.txt").read_text("utf-8").splitlines()
+    expected = Path(__file__).with_name("digests_fast.txt").read_text("utf-8").splitlines()
     cases = digest_inputs()
-    found = {name: " ".join(map(digest, compute(case).values())) for name, case in cases.items()}
-    assert [f"{name:27} {each}" for name, each in found.items()] == kept
+    actual = {name: " ".join(map(digest, compute(case).values())) for name, case in cases.items()}
+    assert [f"{name:27} {digests}" for name, digests in actual.items()] == expected
 
 
 def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
@@ -253,7 +253,7 @@ def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
 def test_run_prints_them_and_says_whether_they_are_the_same(capsys, monkeypatch):
     assert main(["run", "--digests"]) == 0
     *lines, verdict = capsys.readouterr().out.splitlines()
-    expected = [[*name.split(), *each] for name, each in published_digests().items()]
+    expected = [[*name.split(), *digests] for name, digests in published_digests().items()]
     assert [line.split() for line in lines] == expected
     assert verdict == "All are as published."
     monkeypatch.setattr(command, "digest", lambda _: 12 * "0")
@@ -272,9 +272,9 @@ def by_input(cases):
 
 
 def test_the_answers_are_those_of_the_formulas():
-    for given, cases in by_input(near_midpoints()):
+    for inputs, cases in by_input(near_midpoints()):
         # More digits than any input spans.
-        results = textbook(*given, digits=400)
+        results = textbook(*inputs, digits=400)
         for case in cases:
             exact = results[case.output][case.where]
             assert case.expected == nearest(exact, case.expected.dtype)
@@ -286,10 +286,10 @@ def test_the_answers_are_those_of_the_formulas():
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_fast_misrounds_some_of_each_output_and_nearest_none(backend, rounding):
     missed = []
-    for given, cases in by_input(near_midpoints()):
-        results = compute(given, backend=backend, rounding=rounding)
+    for inputs, cases in by_input(near_midpoints()):
+        results = compute(inputs, backend=backend, rounding=rounding)
         wrong = [case for case in cases if results[case.output][case.where] != case.expected]
         missed += [(case.output, case.expected.dtype.name) for case in wrong]
-    # In NumPy the wrong sums of float64 are among rows that integers do.
+    # In NumPy integers finish the rows of float64 whose dbeta would be wrong.
     kinds = {*itertools.product(NAMES, ("float32", "float64"))} - {("dbeta", "float64")}
     assert kinds <= set(missed) if rounding == "fast" else missed == []

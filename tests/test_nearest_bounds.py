@@ -1,4 +1,4 @@
-"""Broken by a bound of rounding="nearest", as the headers of native/ compute it, that some input exceeds."""
+"""No input exceeds a bound of rounding="nearest", as the headers of native/ compute it."""
 
 import ctypes
 import platform
@@ -48,25 +48,25 @@ def steps(builds):
 
 
 def parameters(gamma, beta, low=0.0):
-    """Return gamma, its low part and beta with room behind, as bounds.cpp takes them; and how far they are apart."""
-    given = np.zeros((3, len(gamma) + 64))
-    given[:, : len(gamma)] = gamma, low * gamma, beta
-    return given, given.shape[1]
+    """Return gamma, its low part and beta with room behind, as bounds.cpp takes them, and their stride."""
+    padded = np.zeros((3, len(gamma) + 64))
+    padded[:, : len(gamma)] = gamma, low * gamma, beta
+    return padded, padded.shape[1]
 
 
 def in_pairs(steps, kind, x, dy, gamma, beta, eps, low=0.0):
     """Return y, dx, dgamma and dbeta, each as high parts, low parts and bounds."""
-    given, apart = parameters(gamma, beta, low)
+    padded, apart = parameters(gamma, beta, low)
     (rows, n), like_x = x.shape, (len(x), 3, apart)
     y, dx, sums = np.zeros(like_x), np.zeros(like_x), np.zeros((2, 3, apart))
-    case = (each.astype(np.float64) for each in (dy, x))
-    how = int(kind == "layer"), *case, rows, n, float(eps), given, apart
-    assert steps("in_pairs", *how, y, dx, sums) == 0
-    return [np.moveaxis(each[..., :n], -2, 0) for each in (y, dx, *sums)]
+    case = (array.astype(np.float64) for array in (dy, x))
+    arguments = int(kind == "layer"), *case, rows, n, float(eps), padded, apart
+    assert steps("in_pairs", *arguments, y, dx, sums) == 0
+    return [np.moveaxis(array[..., :n], -2, 0) for array in (y, dx, *sums)]
 
 
 def largest(error, bound):
-    """Return the largest part of a bound that is used; a bound of 0 allows no error."""
+    """Return the largest share of a bound that an error uses; a bound of 0 allows no error."""
     # The square root is rounded, after 150 digits.
     assert (error[bound == 0] < 2.0**-300).all()
     return float((error[bound != 0] / bound[bound != 0]).max(initial=0))
@@ -76,11 +76,11 @@ def largest(error, bound):
 
 
 def hard_cases(rng):
-    """Yield x, dy, gamma, beta, eps that are hard for some step of pairs."""
+    """Yield x, dy, gamma, beta, eps that are hard for one step of pairs."""
     draw, shape, n = rng.standard_normal, (6, 40), 40
     for length in (2, 3, 5, 33, 150):
         x = draw((40 if length < 9 else 1, length))
-        # The guess is just good enough: the kernels take it from these elements.
+        # The kernels guess the mean from these elements: the guess is just good enough.
         x[:, :: max(length // 8, 1)] += 1.4 * (length > 9)
         yield x, draw(x.shape), draw(length), np.zeros(length), 1e-5
     for x in (1e8 + draw(shape), 2.0**53 + 2 * rng.integers(0, 3, shape)):
@@ -107,18 +107,18 @@ def test_no_input_breaks_a_bound_of_pairs(kind, rng, steps):
     # Low parts of gamma, as a gamma_offset leaves them.
     low, worst = 2.0**-54 * (kind == "rms"), dict.fromkeys(NAMES, 0.0)
     for case in hard_cases(rng):
-        found = in_pairs(steps, kind, *case, low=low)
+        pairs = in_pairs(steps, kind, *case, low=low)
         x, dy, gamma, beta, eps = case
         gamma = rational(gamma) * (1 + Fraction(low))
         values = textbook(x, gamma, beta, eps, dy, kind, digits=150)
-        for name, (high, rest, bound) in zip(NAMES, found, strict=True):
+        for name, (high, rest, bound) in zip(NAMES, pairs, strict=True):
             error = abs(rational(high) + rational(rest) - values[name])
             if name in ("y", "dx"):
-                # The rounding of the low part is counted apart.
+                # The bound leaves out the rounding of the low part.
                 error -= Fraction(U) * abs(rational(rest))
             worst[name] = max(worst[name], largest(error, bound))
     assert max(worst.values()) < 1, worst
-    # Nor are the bounds idle.
+    # The bounds are not idle either.
     assert min(worst.values()) > 0.0005, worst
     assert min(worst["dgamma"], worst["dbeta"]) > 0.05, worst
 
@@ -130,7 +130,7 @@ def test_the_page_has_the_factors_of_the_header():
         factors = re.search(rf"{name}\(.*?return \((.*?)\) \*", header, re.DOTALL)[1]
         for output in outputs:
             row = re.search(rf"\| `{output}` \| `\((.*?)\)", table)[1]
-            numbers = [re.findall(r"\b\d+", each) for each in (row, factors.replace(".0", ""))]
+            numbers = [re.findall(r"\b\d+", text) for text in (row, factors.replace(".0", ""))]
             assert numbers[0] == numbers[1], output
 
 
@@ -151,7 +151,7 @@ def narrow_cases(rng):
         x, dy = 2.0**-12 * rng.uniform(0.5, 0.9, (2, *shape))
         x[:, :16] = dy[:, :16] = np.where(np.arange(min(n, 16)) % 2, -1.0, 1.0)
         yield x, dy, ones, zero, 1e-5
-        # The same of g alone, and of a product of more digits; dx that is all slope.
+        # The same for g alone, with a gamma of more digits; then a dx that is all slope.
         yield draw(shape), dy, rng.uniform(1, 2, n), zero, 1e-5
         yield x, x, rng.uniform(0.99, 1.01, n), zero, 0.0
         yield 1e-20 * draw(shape), draw(shape), draw(n), draw(n), 1e-5
@@ -161,12 +161,12 @@ def narrow_cases(rng):
 def test_no_input_breaks_a_bound_of_float64(kind, far, rng, steps):
     worst = {}
     for *arrays, eps in narrow_cases(rng):
-        case = x, dy, gamma, beta = [each.astype(np.float32) for each in arrays]
-        (rows, n), (given, apart) = x.shape, parameters(gamma, beta)
+        case = x, dy, gamma, beta = [array.astype(np.float32) for array in arrays]
+        (rows, n), (padded, apart) = x.shape, parameters(gamma, beta)
         y, dx = np.zeros((2, rows, 3, apart))
         sums, close = np.zeros((2, 2, apart)), np.zeros((2, 2, 3, apart))
-        how = int(kind == "layer"), far, dy, x, rows, n, eps, given, apart
-        steps("in_float64", *how, y, dx, sums, close)
+        arguments = int(kind == "layer"), far, dy, x, rows, n, eps, padded, apart
+        steps("in_float64", *arguments, y, dx, sums, close)
         of_y, of_dx, *of_sums = in_pairs(steps, kind, *case, eps)
         zero = np.zeros(apart)
         judged = {
@@ -177,32 +177,32 @@ def test_no_input_breaks_a_bound_of_float64(kind, far, rng, steps):
         for k, name in enumerate(NAMES[2:]):
             judged[name] = sums[k, 0], zero, sums[k, 1], of_sums[k]
             judged |= {f"{name} closely, {i}": (*close[i, k], of_sums[k]) for i in (0, 1)}
-        for name, (*found, value) in judged.items():
-            high, low, bound = (each[..., :n] for each in found)
+        for name, (*pair, value) in judged.items():
+            high, low, bound = (array[..., :n] for array in pair)
             share = largest(abs(high - value[0] + (low - value[1])), bound)
             worst[name] = max(worst.get(name, 0.0), share)
     assert max(worst.values()) < 1, worst
-    # Nor are the bounds idle, except those of sums of pairs, which are exact to their last bits.
+    # The bounds are not idle, except those of sums of pairs, which are exact to their last bits.
     idle = {name for name, share in worst.items() if share < 0.02}
     assert idle <= {"dgamma closely, 1", "dbeta closely, 0", "dbeta closely, 1"}, worst
 
 
-# ---- what is certain ----
+# ---- certified results ----
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_certain_results_round_alike_within_their_bound(kind, dtype, rng, steps):
-    """Errors are so large that a test of one side only, or of an end, would fail in some elements of a hundred."""
+    """Errors are large: without a test of one side, or of an end, a few elements in a hundred would be wrong."""
     n, certain = 1000, 0
     for power in (-22, -24, -26) if dtype is np.float16 else (-35, -37, -39):
         x, dy = rng.standard_normal((2, n)).astype(np.float32)
-        given, apart = parameters(*rng.standard_normal((2, n)))
+        padded, apart = parameters(*rng.standard_normal((2, n)))
         bounds, v, out = np.zeros(2), np.zeros((2, apart)), np.zeros((2, apart), dtype)
         marks = np.zeros((2, apart), np.uint8)
-        how = int(kind == "layer"), int(dtype is np.float16), dy, x, n, given, apart
-        steps("with_errors", *how, 2.0**power / n**0.5, 2.0**power, bounds, v, out, marks)
-        sizes = np.stack([abs(given[0]) + abs(given[2]), np.ones(apart)])
+        arguments = int(kind == "layer"), int(dtype is np.float16), dy, x, n, padded, apart
+        steps("with_errors", *arguments, 2.0**power / n**0.5, 2.0**power, bounds, v, out, marks)
+        sizes = np.stack([abs(padded[0]) + abs(padded[2]), np.ones(apart)])
         # A part of the bound is for the rounding of the ends.
         error = 0.999 * bounds[:, None] * sizes
         for end in (v - error, v + error):

@@ -1,4 +1,4 @@
-"""The oracle: broken by a value, a verdict or an S that rational arithmetic does not have."""
+"""The oracle has the values, verdicts and S of rational arithmetic."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from stablenorm.oracle import exact_double_backward, exact_layer_norm
      *itertools.product(DTYPES[-1:], NORMS, [0.0, 5e-324, 1e-5, 1e300], [True])],
 )  # fmt: skip
 def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, kind, eps, whole, rng):
-    """And errors are the differences over the ulp. In some rows, the whole range of float64."""
+    """Errors are differences over the ulp. With `whole`, rows span the whole range of float64."""
     x, gamma, beta, dy = draw(rng, (4, 9), dtype)
     x += dtype.type(3)
     if whole:
@@ -41,8 +41,8 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, kind, eps, whole, r
         for actual in () if whole else (right, wrong):
             errors = exact.ulp_errors(**{name: actual})[name]
             assert errors.shape == actual.shape
-            for value, given, error in zip(expected.flat, actual.flat, errors.flat, strict=True):
-                ulps = abs(Fraction(float(given)) - value) / unit(value, dtype)
+            for value, returned, error in zip(expected.flat, actual.flat, errors.flat, strict=True):
+                ulps = abs(Fraction(float(returned)) - value) / unit(value, dtype)
                 assert error == pytest.approx(float(ulps), rel=4 * 2**-52)
 
 
@@ -59,7 +59,7 @@ def judged_rows():
         exact = exact_y([0, 3], np.full(2, shift), beta)
         yield exact, sign * np.array([2048.0, 2052.0], np.float16), [0.5, 0.5], 0
         yield exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1
-    # gamma * xhat is 2**-1074 of what beta is: far below the tie, and it still decides it.
+    # gamma * xhat is 2**-1074 of beta: far below the tie, but it decides it.
     for eps, (sign, right) in itertools.product(
         (0.0, 1e-5), ((-1, [2050, 2050, 2048]), (1, [2048, 2048, 2050]))
     ):
@@ -69,7 +69,7 @@ def judged_rows():
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
     exact = exact_y([0, 1, 5], np.full(3, -(2.0**-1000)), np.ones(3), 1e-5)
     yield exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0], 1
-    # At a power of two, the coarser ulp.
+    # A power of two has the coarser ulp.
     yield exact_y([0, 3]), np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0], 1
     for dtype in DTYPES:
         # The ulp is never below the smallest subnormal: y is -+ tiny / sqrt(2).
@@ -77,8 +77,8 @@ def judged_rows():
         exact = exact_y([-1, 1], np.full(2, tiny), eps=1.0)
         yield exact, np.array([-tiny, tiny]), [0.2928932188134524756] * 2, 0
         yield exact, np.zeros(2, dtype), [0.7071067811865475244] * 2, 1
-        # So many ulp below the largest number, and so many above it: infinity is right exactly where
-        # the value rounds to it, and above the range the grid of the last binade goes on.
+        # Values a fraction of an ulp above the largest number: infinity is right exactly where the value
+        # rounds to it, and the grid of the last binade continues above the range.
         top = float(ml_dtypes.finfo(dtype).max)
         ulp = top - float(np.nextafter(dtype.type(top), dtype.type(0)))
         exact, below, above = (
@@ -117,7 +117,7 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
     row = rng.integers(-40, 40, 6) / 8
     x = np.stack([first * row, second * row])
     dy = np.stack([np.arange(6.0), np.arange(6.0)])
-    # So small a dy that all products round to zero: the sum is still +0.
+    # With the smallest dy all products round to zero: the sum is still +0.
     for scale in (5e-324, 1.0):
         exact = exact_layer_norm(x, eps=eps, dy=dy * scale)
         actual = exact.rounded("dgamma", np.float64)
@@ -125,15 +125,15 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
         assert not np.signbit(actual).any()
     assert exact.value("dgamma", (2,)) == 0
     # One smallest subnormal is one ulp of an exact zero.
-    for given, ulps in ((0.0, 0.0), (5e-324, 1.0), (2.0**-100, 2.0**974)):
-        errors = exact.ulp_errors(dgamma=np.full(6, given))["dgamma"]
+    for value, ulps in ((0.0, 0.0), (5e-324, 1.0), (2.0**-100, 2.0**974)):
+        errors = exact.ulp_errors(dgamma=np.full(6, value))["dgamma"]
         np.testing.assert_array_equal(errors, ulps)
 
 
 @pytest.mark.parametrize("exponent", range(-275, -160, 9))
-def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
-    # Two rows cancel exactly. The third is less than the 2**-256 of them to which their roots are
-    # known at first; or so little more that its rounding is open; or its error is blurred.
+def test_remainders_below_the_enclosure_are_decided(exponent, rng):
+    # Two rows cancel exactly. Their roots are known to 2**-256 at first: the third row is less than that, or
+    # so little more that its rounding is undecided, or its error is blurred.
     row, rest = rng.standard_normal((2, 5))
     x, left = np.stack([row, -row, rest]), np.full(5, 2.0**exponent)
     dy = np.stack([np.ones(5), np.ones(5), left])
@@ -141,15 +141,15 @@ def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
     exact = exact_layer_norm(x, dy=dy)
     actual = exact.rounded("dgamma", np.float64)
     np.testing.assert_array_equal(actual, expected.rounded("dgamma", np.float64))
-    for given in (actual, np.nextafter(actual, 0.0)):
-        errors, right = (each.ulp_errors(dgamma=given)["dgamma"] for each in (exact, expected))
+    for dgamma in (actual, np.nextafter(actual, 0.0)):
+        errors, right = (oracle.ulp_errors(dgamma=dgamma)["dgamma"] for oracle in (exact, expected))
         np.testing.assert_array_equal(errors, right)
 
 
 def test_an_element_that_cancels_passes_by_the_second_term_and_only_just(rng):
     x = rng.standard_normal((1, 64)).astype(np.float32)
     gamma = np.ones(64, np.float32)
-    # beta takes away all of gamma * xhat that float64 holds: what is left is 2**-53 of it.
+    # beta cancels gamma * xhat to float64: 2**-53 of it is left.
     xhat = exact_layer_norm(x, gamma).rounded("y", np.float64)
     exact = exact_layer_norm(x, gamma, -xhat[0])
     plain = np.zeros((1, 64), np.float32)
@@ -171,17 +171,17 @@ def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
     bad = exact.check_contract(dbeta=np.array([1e-20, 4.0]), dgamma=np.array([1e-320, 0.0]))
     assert not bad["dbeta"].passed
     assert bad["dbeta"].worst_excess == pytest.approx(1e-20 / (4 * 2.0**-94))
-    # Constant rows: xhat is 0, S too, and nothing is forgiven.
+    # Constant rows: xhat is 0, and so is S, which forgives nothing.
     assert bad["dgamma"].worst_excess == math.inf
     assert exact.check_contract(dbeta=np.array([1e-28, 4.0]))["dbeta"].passed
-    # The worst is what breaks the contract, however few ulp.
+    # worst_index is the element that breaks the contract, however few ulp.
     other = exact.check_contract(dbeta=np.array([1e-28, 4 + 2.0**-50]))["dbeta"]
     assert (other.passed, other.worst_index, other.second_term) == (False, (1,), 2)
     assert other.worst_excess == pytest.approx((1 - 0.51) * 2.0**-50 / (4 * 2.0**-94))
-    # Narrower data is promised sums as float64 arithmetic gives them, whatever their dtype.
+    # Sums of narrower data have the limit of float64 arithmetic, whatever their dtype.
     narrow = exact_layer_norm(np.ones((4, 2), np.float32), dy=dy)
     sums = narrow.check_contract(dbeta=np.zeros(2), dgamma=np.zeros(2))
-    assert {each.limit_ulp for each in sums.values()} == {0.501}
+    assert {result.limit_ulp for result in sums.values()} == {0.501}
 
 
 def test_a_row_without_variance_and_eps_must_be_nan():
@@ -200,8 +200,8 @@ def test_a_row_without_variance_and_eps_must_be_nan():
             exact.value(name, index)
 
 
-# The step of a central difference; and what that difference may be off by: step**2 = 5e-91 times a
-# third derivative, which the samples here keep below 1e6.
+# The step of a central difference, and the error of that difference: step**2 = 5e-91 times a third
+# derivative, which is below 1e6 for the samples here.
 STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
 EPS, OFFSET = 0.25, 0.1
 
@@ -235,18 +235,18 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
         *point, EPS, dy, gamma_offset=OFFSET, where=where, dsum=dsum, drstd=statistics[1],
         accumulate=old, **by_name,
     )  # fmt: skip
-    kept = [None, None] if where is None else where
+    masks = [None, None] if where is None else where
     dy, dsum, old, statistics = map(rational, (dy, dsum, old, statistics))
 
     def forward(x, gamma, beta):
         scale = gamma + Fraction(OFFSET)
-        return [plain(kind, x[r], scale, beta, Fraction(EPS), kept[r]) for r in range(2)]
+        return [plain(kind, x[r], scale, beta, Fraction(EPS), masks[r]) for r in range(2)]
 
     def loss(x, gamma, beta):
-        found = old[0] @ gamma + old[1] @ beta + (dsum * x).sum()
+        total = old[0] @ gamma + old[1] @ beta + (dsum * x).sum()
         for r, (y, mean, rstd) in enumerate(forward(x, gamma, beta)):
-            found += dy[r] @ y + statistics[0, r, 0] * mean + statistics[1, r, 0] * rstd
-        return found
+            total += dy[r] @ y + statistics[0, r, 0] * mean + statistics[1, r, 0] * rstd
+        return total
 
     point, tangents = [rational(v) for v in point], [rational(v) for v in tangents]
     hold_gradients(exact, loss, **dict(zip(("x", "gamma", "beta"), point, strict=True)))
@@ -263,22 +263,22 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
 def test_double_backward_is_the_difference_of_the_backward(kind, rng):
     x, gamma, _, dy = draw(rng, (2, 4), float)
     ddx, ddgamma, ddbeta, _ = draw(rng, (2, 4), float)
-    given, sums = (ddx, dy, x, gamma, EPS), {"ddgamma": ddgamma, "ddbeta": ddbeta}
-    exact = exact_double_backward(*given, gamma_offset=OFFSET, kind=kind, **sums)
+    inputs, sums = (ddx, dy, x, gamma, EPS), {"ddgamma": ddgamma, "ddbeta": ddbeta}
+    exact = exact_double_backward(*inputs, gamma_offset=OFFSET, kind=kind, **sums)
     ddx, ddgamma, ddbeta = map(rational, (ddx, ddgamma, ddbeta))
 
     def loss(x, gamma, dy):
-        found = 0
+        total = 0
         for r in range(2):
             scale = gamma + Fraction(OFFSET)
             dx, dgamma = plain_backward(kind, x[r], scale, Fraction(EPS), dy[r])
-            found += ddx[r] @ dx + ddgamma @ dgamma + ddbeta @ dy[r]
-        return found
+            total += ddx[r] @ dx + ddgamma @ dgamma + ddbeta @ dy[r]
+        return total
 
     hold_gradients(exact, loss, x=rational(x), gamma=rational(gamma), dy=rational(dy))
-    # The cotangents of the sums are 0 if they are not given.
+    # The cotangents of the sums are 0 by default.
     zeros = {"ddgamma": np.zeros(4), "ddbeta": np.zeros(4)}
-    alone, same = (exact_double_backward(*given, kind=kind, **each) for each in ({}, zeros))
+    alone, same = (exact_double_backward(*inputs, kind=kind, **options) for options in ({}, zeros))
     assert same.value("dx", (1, 2)) == alone.value("dx", (1, 2))
 
 
@@ -296,14 +296,14 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
     sizes = magnitudes(kind, x, gamma, beta, 1e-5, dy, dsum, drstd, tx, tgamma, tbeta, old)
     wide = dtype is np.float64
     limits = {"dx": 0.75, "dgamma": 0.51, "dbeta": 0.51} if wide else {}
-    for exact, each in zip((norm, double), sizes, strict=True):
-        for name, size in each.items():
+    for exact, by_name in zip((norm, double), sizes, strict=True):
+        for name, size in by_name.items():
             actual = exact.rounded(name, dtype)
             good = exact.check_contract(**{name: actual})[name]
             assert (good.passed, good.misrounded, good.worst_ulp <= 0.5) == (True, 0, True)
             is_sum = actual.ndim == 1
             index, digits = (2,) if is_sum else (1, 2), (98 if wide else 48) - 4 * is_sum
-            # Far from the exact value: the error is the difference itself, the ulp nothing beside it.
+            # A value far off: the error is about the value itself, and the ulp is negligible.
             actual[index] = 2.0**40
             result = exact.check_contract(**{name: actual})[name]
             excess = 2.0 ** (40 + digits) / size[index]

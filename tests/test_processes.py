@@ -1,4 +1,4 @@
-"""Broken by a bit that depends on threads, or by a fork, an interrupt or an end of the process that hangs or crashes."""
+"""Threads change no bit; forks, interrupts and the end of the process neither hang nor crash."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from stablenorm import threads as of_threads
 pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
 pytestmark = [
-    # Python says of every fork beside threads that it may hang. That it does not is tested here.
+    # Python warns that a fork beside threads may hang. These tests show that ours do not.
     pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
     pytest.mark.parametrize("threads", [4], indirect=True),
     pytest.mark.usefixtures("threads"),
@@ -33,16 +33,16 @@ counting = pytest.mark.skipif(not TASKS.is_dir(), reason="this system does not c
 
 
 def make(seed, shape=(2048, 130)):
-    """Return more than enough to wake helpers, and more tiles than threads."""
+    """Return enough rows to wake helpers, and more tiles than threads."""
     return draw(np.random.default_rng(seed), shape)
 
 
 def run(x, gamma, beta, dy):
-    return [each.tobytes() for each in compute((x, gamma, beta, 1e-5, dy)).values()]
+    return [array.tobytes() for array in compute((x, gamma, beta, 1e-5, dy)).values()]
 
 
 def count_threads():
-    """Return how many threads this process has, those of C++ included; None where the system does not say."""
+    """Return the number of threads of this process, those of C++ included; None if the system does not say."""
     return len(list(TASKS.iterdir())) if TASKS.is_dir() else None
 
 
@@ -81,7 +81,7 @@ print(forwards(60, 1), forwards(60, 9), forwards(600, 9))
 
 @counting
 def test_how_many_helpers_a_fresh_process_starts():
-    """None for one small input; without them, the tests of this file could pass on one thread."""
+    """One small input starts none. Without helpers the tests of this file could pass on one thread."""
     for count, helpers in (("3", "2"), ("1", "0")):
         assert python(COUNT, STABLENORM_NUM_THREADS=count).split() == ["0", helpers, helpers]
 
@@ -206,7 +206,7 @@ print("end", flush=True)
 
 @pytest.mark.parametrize("daemon", [False, True])
 def test_the_interpreter_ends_at_once(daemon):
-    """In silence, right after a parallel call; and with calls of daemon threads going on."""
+    """It ends in silence, right after a parallel call, or with daemon threads in calls."""
     result = run_python(EXIT.format(daemon=daemon), flags=("-X", "dev"), timeout=30)
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 

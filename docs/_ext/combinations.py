@@ -15,9 +15,9 @@ class Combinations(SphinxDirective):
         """Parse the table as the page's own Markdown."""
         lines = ["| what | with | why not | instead |", "|---|---|---|---|"]
         for features, other, reason, cure in REFUSED:
-            names = ", ".join(f"`{each}`" for each in features)
+            names = ", ".join(f"`{name}`" for name in features)
             row = f"| {names} | {other} | {reason} | {cure} |"
-            # As code: quotes of prose would be no Python.
+            # Keywords become code: quotes of prose would be no Python.
             lines.append(re.sub(r'(?<!`)\b\w+="\w+"(?!`)', r"`\g<0>`", row))
         container = nodes.container()
         self.state.nested_parse(lines, self.content_offset, container)

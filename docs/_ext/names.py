@@ -23,15 +23,15 @@ class _Name(XRefRole):
 
 
 def _resolve(app, env, node: pending_xref, content: nodes.Node):
-    """Find the one thing of that name in another module; leave a name that is nothing as code."""
+    """Link a name to the one object of that name in another module; leave an unknown name as code."""
     if node.get("refdomain") == "py":
         python = env.domains["py"]
         ending = f".{node['reftarget']}"
-        found = [name for name in python.objects if name.endswith(ending)]
-        if len(found) == 1:
-            where = python.objects[found[0]]
+        matches = [name for name in python.objects if name.endswith(ending)]
+        if len(matches) == 1:
+            where = python.objects[matches[0]]
             return make_refnode(
-                app.builder, node["refdoc"], where.docname, where.node_id, content, found[0]
+                app.builder, node["refdoc"], where.docname, where.node_id, content, matches[0]
             )
     return content if node.get("may_be_none") else None
 

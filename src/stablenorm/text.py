@@ -16,7 +16,7 @@ _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1
 
 
 def number(value: float) -> str:
-    """Write three digits, all those before the point of a number of four or five."""
+    """Write three digits; of 1000 to 99 999, all digits before the point."""
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
@@ -27,7 +27,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Write a shape as a product; that of a number, which has no axes, as "()"."""
+    """Write a shape as a product; the shape of a number, which has no axes, is "()"."""
     return " x ".join(map(str, shape)) or "()"
 
 
@@ -42,16 +42,16 @@ def described(result: Any) -> str:
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Escape what a terminal would obey, or cannot show: control characters but those to keep."""
+    """Escape characters that a terminal would obey or cannot show, except those in `keep`."""
     shown = (c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
     return "".join(shown)
 
 
 def wrapped(line: str, width: int = 100) -> list[str]:
     """
-    Break a line at spaces, its rest indented by four more; what has no spaces is left whole.
+    Break a line at spaces and indent its rest by four more; long words are left whole.
 
-    100: wide enough for two floats of 17 digits and what they are, narrow enough for a terminal, a
+    100: wide enough for two floats of 17 digits and their names, narrow enough for a terminal, a
     log and a message of pytest.
     """
     indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -62,15 +62,15 @@ def wrapped(line: str, width: int = 100) -> list[str]:
 
 def plain(value: Any) -> Any:
     """
-    Return dicts, lists, str, int, float, bool and None for records, arrays and what is in them.
+    Return records and arrays as dicts, lists, str, int, float, bool and None.
 
-    What JSON has no number for is a string, in words that float() reads. A record's `z` is added.
+    NaN and infinities, which JSON lacks, become strings that float() reads. A record's `z` is added.
     """
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if is_dataclass(value) or hasattr(value, "_asdict"):
-        held = vars(value) if is_dataclass(value) else value._asdict()
-        value = held | ({"z": value.z} if hasattr(value, "z") else {})
+        fields = vars(value) if is_dataclass(value) else value._asdict()
+        value = fields | ({"z": value.z} if hasattr(value, "z") else {})
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -78,9 +78,9 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def to_json(held: dict[str, Any], path: Any = None) -> str:
+def to_json(data: dict[str, Any], path: Any = None) -> str:
     """Return plain data as JSON text, and write it to a file if one is named."""
-    text = json.dumps(held, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
     return text
 
@@ -89,7 +89,7 @@ def write_whole(path: Any, write: Callable[[Any], object]) -> None:
     """Call ``write(file)`` on a new file beside `path`, if one is named, then rename it."""
     if path is None:
         return
-    # A new name each time: what a link of this name leads to is never written.
+    # A new name each time: if `path` is a link, its target is never written.
     beside = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}.part")
     with beside.open("xb") as file:
         try:

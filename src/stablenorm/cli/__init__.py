@@ -15,14 +15,14 @@ import stablenorm
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
 from stablenorm.text import printable
 
-# Modules of this folder, in the order of --help. Each has run() and OPTIONS: the help of each, with changes
-# to its row in the table of `parts` if there are any. The module's docstring is the help of the command.
+# Modules of this folder, in the order of --help. Each has run() and OPTIONS, which maps an option to its
+# help or to (help, changes of its row in `parts.TABLE`). The module's docstring is the command's help.
 _COMMANDS = "run", "diagnose", "check", "bench"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print under its usage: one line, as all errors here."""
+        """Raise the message that argparse would print under its usage: all errors here are one line."""
         msg = f"{message}; see {self.prog} --help"
         raise InputError(msg)
 
@@ -36,17 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
+        # Import only the command in use: all four take as long as NumPy, a tenth of a second.
         parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
         if not argv:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
-        # Lines are left as they are where no terminal shows them.
+        # Without a terminal, no line is broken.
         width = shutil.get_terminal_size((10_000, 1)).columns
         rich.reconfigure(width=width, record=True)
         with warnings.catch_warnings():
-            # In a line, as everything else that is not a result; the place in our code helps nobody.
+            # A warning is one line without its place in our code, which helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
             status = int(arguments.job(arguments))
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised if unknown
@@ -54,17 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(end="", flush=True)
     except OSError as error:
-        # Nothing is left to be written when Python flushes its streams at the end.
+        # Python flushes stdout once more at exit; on /dev/null that cannot fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE if isinstance(error, BrokenPipeError) else status or _answer(error)
     return status
 
 
 def _answer(error: BaseException) -> int:
-    """Return the exit status of a command that this ended, and say in a line why."""
+    """Return the exit status of a command that the error ended; print the reason in a line."""
     match error:
         case SystemExit():
-            # After --help and --version, without a status; or Rich met a closed pipe.
+            # --help and --version end without a status; with one, Rich met a closed pipe.
             return EXIT_PIPE if error.code else 0
         case BrokenPipeError():
             return EXIT_PIPE
@@ -107,7 +107,7 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(job=module.run)
-        for option, given in module.OPTIONS.items():
-            about, changes = (given, {}) if isinstance(given, str) else given
+        for option, row in module.OPTIONS.items():
+            about, changes = (row, {}) if isinstance(row, str) else row
             command.add_argument(option, help=about, **TABLE.get(option, {}) | changes)
     return parser

@@ -12,14 +12,14 @@ examples:
   stablenorm bench --threads 1 --json res.json
 
 how to read it:
-  time      median of calls that take turns with those of the other lines
+  time      median of calls, which take turns with those of the other lines
   fresh     without out=: large results reuse the memory of earlier ones
   out=      results written into arrays that exist already
   GB/s      bytes over time: forward x and y, backward dy, x and dx
   of copy   GB/s over those of a copy of 256 MiB with as many threads, measured
             in the same run; arrays that stay in the caches may exceed 1
 
-exit status: 0 done, 2 it cannot be run (one line says why).
+exit status: 0 done, 2 the benchmark cannot be run (one line says why).
 """
 
 import argparse
@@ -35,21 +35,21 @@ from stablenorm.text import quantity, shape_text
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Array
 
-# Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
+# Seconds for all rounds of one candidate: a table of two backends then takes a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
-# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
+# Fields of a row in the JSON; `seconds` is the median, `quartiles` the two around it.
 _ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_per_second of_copy"
 
 _REPEATED = {"action": "append", "default": None}
 _SEVERAL = "may be given several times; default: "
 OPTIONS = {
-    "--shape": (f"of x; {_SEVERAL}32 512 768", _REPEATED),
+    "--shape": (f"shape of x; {_SEVERAL}32 512 768", _REPEATED),
     "--dtype": (f"{_SEVERAL}float32", _REPEATED),
     "--backend": (f"{_SEVERAL}all that can be loaded", _REPEATED),
     "--rounding": (f"{_SEVERAL}fast; nearest by numpy takes much longer", _REPEATED),
-    "--kind": "of the norm; default: layer",
-    "--threads": "default: as in any call",
+    "--kind": "kind of the norm; default: layer",
+    "--threads": "default: as many as any call uses",
     "--json": "write all figures to this file",
 }
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     shapes, dtypes = arguments.shape or [[32, 512, 768]], arguments.dtype or ["float32"]
     cases = list(itertools.product(shapes, dtypes))
     for shape, dtype in cases:
-        # x, dy, y, dx; a fresh y or dx; what is drawn.
+        # Seven arrays: x, dy, y, dx, a fresh y or dx, and two for drawing.
         parts.check_memory(7 * math.prod(shape) * parse(dtype).itemsize)
     backends = list(map(choose, arguments.backend or timing.usable_backends()))
     set_num_threads(arguments.threads or get_num_threads())
@@ -77,13 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         }
         for direction in timing.PASSES:
             rows += _measure(problem.x, candidates, direction, copy)
-    held = {"kind": kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
-    parts.write_json(arguments.json, held)
+    figures = {"kind": kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
+    parts.write_json(arguments.json, figures)
     return 0
 
 
 def _measure(x: Array, candidates: Any, direction: str, copy: float) -> list[dict[str, Any]]:
-    """Time backends and roundings in one direction, interleaved; print medians, return quartiles as well."""
+    """Time backends and roundings in one direction, interleaved; print a table, return its rows for JSON."""
     calls = {
         (*way, outputs): call
         for way, made in candidates.items()

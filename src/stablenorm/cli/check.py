@@ -1,8 +1,8 @@
 """
 Check a layer or RMS norm of yours: runs your file, names common mistakes.
 
-Gradients are compared with finite differences and a closed form, also on hard
-inputs. The report says which is the smallest error that it would have seen.
+The check compares gradients with finite differences and a closed form, also on
+hard inputs. Its report names the smallest error that it would have seen.
 
 examples:
   stablenorm check mine.py
@@ -12,7 +12,7 @@ examples:
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
   stablenorm check mine.py --json check.json
 
-what the file holds, two functions or a class:
+the file must hold two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
@@ -20,20 +20,20 @@ The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param,
 ...), otherwise by order; gamma and beta may be missing. The cache may be
-anything, or missing: backward(dy, x, gamma, mean, rstd) gets what the forward
-got, and returned after y. Gradients may come as a tuple or, by name, as a
-dict. An eps fixed inside the forward is found, and said.
+anything. Without a cache, backward(dy, x, gamma, mean, rstd) gets the arguments
+of the forward, and its results after y. Gradients may come as a tuple or, by
+name, as a dict. The check finds and reports an eps fixed inside the forward.
 
 A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
-members of params, there from the start or after the first forward; their
-gradients are returned, or stored in attributes (dgamma, grad_weight,
+members of params, from the start or after the first forward; its backward
+returns their gradients, or stores them in attributes (dgamma, grad_weight,
 gamma.grad, ...) or in grads. Its forward, or __call__, may take gamma and beta
 with x.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you
 trust.
 
-exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run
+exit status: 0 no mistake found, 1 a mistake found, 2 the check cannot be run
 (one line says why), 3 inconclusive: too noisy, or too little compared, for a
 verdict.
 """
@@ -57,54 +57,54 @@ from stablenorm.formats import parse
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
+# 48 elements: the check compares all. The lengths differ, so that code which mixes up axes fails.
 _SHAPES = [(2, 3, 8), (6, 8)]
 _Data = tuple[Array, Array | None, Array | None]
 
 OPTIONS = {
-    "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
+    "file": ("a Python file; its code is run", {"nargs": None, "metavar": "FILE.py"}),
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
     "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
-    "--class": "with forward(x) and backward(dy); default: the only one there is",
-    "--kind": ("of the norm; default: what its name says, or layer", {"default": None}),
-    "--gamma-offset": "what the forward itself adds to gamma; default: 0",
-    "--shape": "of x; default: 2 3 8 or 6 8, what the code is made for",
+    "--class": "class with forward(x) and backward(dy); default: the only one in the file",
+    "--kind": ("kind of the norm; default: the kind in its name, or layer", {"default": None}),
+    "--gamma-offset": "number that the forward itself adds to gamma; default: 0",
+    "--shape": "shape of x; default: 2 3 8, or 6 8 if the code does not take that",
     "--dtype": (
-        "of x, gamma, beta; default: float64, which sees most",
+        "dtype of x, gamma, beta; default: float64, which shows the smallest errors",
         {"choices": ("float64", "float32"), "default": "float64"},
     ),
-    "--eps": ("passed to the forward; default: 1e-5", {"default": 1e-5}),
-    "--seed": "of the data; default: 0",
+    "--eps": ("eps that the forward gets; default: 1e-5", {"default": 1e-5}),
+    "--seed": "seed of the data; default: 0",
     "--json": "write all figures to this file",
 }
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
-    # x, dy, y, dx, and what the checks keep of them.
+    # Eight arrays: x, dy, y, dx, and copies in the checks.
     parts.check_memory(8 * math.prod(arguments.shape or ()) * parse(arguments.dtype).itemsize)
-    # The real stream, which user code does not have; None if it was closed. The next text overwrites the line.
+    # stderr, before `running` takes it from the user's code; None if it was closed. A text overwrites the last.
     stream = sys.stderr if sys.stderr and sys.stderr.isatty() else io.StringIO()
     show = partial(print, end="\x1b[K\r", file=stream, flush=True)
     progress = lambda done, total: show(f"comparing: {done} of {total}")
     with (
-        # A result that the check cannot judge: a traceback helps nobody.
-        parts.refusing(Exception, what="the check cannot go on: ", named=True),
+        # For results that the check cannot judge: a traceback helps nobody.
+        parts.refusing(Exception, prefix="the check cannot go on: ", named=True),
         parts.refusing(FaultError),
         running(arguments.file) as file,
     ):
         norm = _adapt(file, arguments)
         kind = arguments.kind or ("rms" if "rms" in key_of(norm.name) else "layer")
         data, notes = _choose_data(norm, arguments)
-        notes += ["no gamma and no beta is found: dx alone is judged"] * (not norm.takes)
+        notes += ["no gamma and no beta found: the check judges dx alone"] * (not norm.takes)
         check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
-        given = norm.forward, norm.backward, *data, arguments.eps
+        inputs = norm.forward, norm.backward, *data, arguments.eps
         options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
-        report = check(*given, **options, progress=progress)
+        report = check(*inputs, **options, progress=progress)
     show()
-    held = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
-    held |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
-    parts.write_json(arguments.json, held | {"report": report.as_dict()})
+    content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
+    content |= {"shape": data[0].shape} | {n: vars(arguments)[n] for n in ("dtype", "eps", "seed")}
+    parts.write_json(arguments.json, content | {"report": report.as_dict()})
     parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
     parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
@@ -113,12 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
-    """Return the class that is asked for, or the only one of a file without functions for it."""
+    """Return the norm: the functions, the class of --class, or the file's only class."""
     functions, name = (arguments.forward, arguments.backward), arguments.class_
     if name and any(functions):
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
-    # Without a signature that can be read, or that of a norm.
+    # ValueError: a signature cannot be read, or is not that of a norm.
     with parts.refusing(ValueError):
         try:
             if not name:
@@ -134,10 +134,10 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
     notes, accepted, refused = list[str](), list[_Data](), list[FaultError]()
     for shape in [tuple(arguments.shape)] if arguments.shape else _SHAPES:
         arrays = example(shape, np.random.default_rng(arguments.seed))
-        x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
+        x, gamma, beta = (array.astype(arguments.dtype) for array in arrays)
         data = x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
         try:
-            # A copy: code that modifies its x is for the check to judge.
+            # Pass a copy: the code may modify its x, which the check judges later.
             if not (wrong := _objection(norm, deepcopy(data), arguments.eps)):
                 return data, notes
             accepted.append(data)
@@ -145,19 +145,19 @@ def _choose_data(norm: Norm, arguments: argparse.Namespace) -> tuple[_Data, list
             wrong = str(fault)
             refused.append(fault)
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
-    # Wrong shapes, or a backward that raises, are for the check to judge.
+    # The check judges wrong shapes, or a backward that raises.
     if accepted:
         return accepted[0], []
     raise refused[0]
 
 
 def _objection(norm: Norm, data: _Data, eps: float) -> str:
-    """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
+    """Call both functions once; say which shape is wrong, or what the backward raises."""
     y, cache = norm.forward(*data, eps)
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
     except FaultError as fault:
-        # Nothing can be checked if the gradients that are returned cannot be told apart.
+        # Raise if the returned gradients cannot be told apart: nothing can be checked.
         if fault.raised:
             return str(fault)
         raise

@@ -1,21 +1,21 @@
 """
 Say what a layer norm would lose on the data in a file, and on which rows.
 
-Shown: how well conditioned it is, and the bits of y that common methods lose.
+The report gives condition numbers, and the bits of y that common methods lose.
 
 examples:
   stablenorm diagnose                         the bundled data
   stablenorm diagnose a.npy                   all axes but the last are rows
-  stablenorm diagnose a.npy --dtype bfloat16  as if it were of that dtype
+  stablenorm diagnose a.npy --dtype bfloat16  judged as data of that dtype
   stablenorm diagnose mine.npz --member hidden --top 3
   stablenorm diagnose a.npy --kind rms        an RMS norm
   stablenorm diagnose model.safetensors       lists the tensors
-  stablenorm diagnose a.npy --json found.json --plot found.png
+  stablenorm diagnose a.npy --json loss.json --plot loss.png
 
 how to read it:
   bits of y lost    log2 of the RMS error of y over a row, in rounding errors;
                     0: as good as correctly rounded; all: nothing of y is left
-  condition number  how many times larger a relative error of x is in y, or dx
+  condition number  factor by which a relative error of x grows in y, or in dx
 
 exit status: 0 done; 2 the file cannot be read, or it holds several arrays and
 --member is needed.
@@ -30,11 +30,11 @@ from stablenorm.text import write_whole
 
 OPTIONS = {
     "file": "an .npy, .npz or .safetensors file; default: the bundled data",
-    "--kind": "of the norm; default: layer",
-    "--member": "which array of an .npz or .safetensors file; default: x, or the only one",
+    "--kind": "kind of the norm; default: layer",
+    "--member": "array of an .npz or .safetensors file; default: x, or the only one",
     "--axis": "axes normalized together, None: all; default: -1",
     "--eps": "default: eps of the .npz file, if it has one, or 1e-5",
-    "--dtype": "judge the data as; default: its own",
+    "--dtype": "judge the data as of this dtype; default: its own",
     "--top": "worst rows to describe; default: 10",
     "--json": "write all figures to this file",
     "--plot": "draw the losses into this file",

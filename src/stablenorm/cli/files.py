@@ -24,7 +24,7 @@ _KINDS = "an .npy, .npz or .safetensors file"
 
 
 class Member(NamedTuple):
-    """One array of a file: how messages call it, its header, and the function that reads it."""
+    """One array of a file: its name in messages, its header, and the function that reads it."""
 
     label: str
     # An array without memory, of the shape and dtype that the file promises.
@@ -32,8 +32,8 @@ class Member(NamedTuple):
     read: Callable[[], Array]
 
     def load(self, shape: tuple[int, ...] | None = None) -> Array:
-        """Read all of it, in the byte order of this machine; refuse another shape than is wanted."""
-        # Looked at before it is read: a small archive can hold gigabytes of zeros.
+        """Read the array, in the byte order of this machine; refuse another shape than `shape`."""
+        # Check the header before the data is read: a small archive can hold gigabytes of zeros.
         label, like, read = self
         check_dtype(label, like)
         if shape not in (None, like.shape):
@@ -49,12 +49,12 @@ class Member(NamedTuple):
 
 
 def _whole(label: object) -> Any:
-    # zipfile, zlib, json and NumPy have a dozen kinds of errors for what is damaged.
-    return refusing(Exception, what=f"{label} must be whole, got a damaged one: ")
+    # zipfile, zlib, json and NumPy raise a dozen kinds of errors for a damaged file.
+    return refusing(Exception, prefix=f"{label} must be whole, got a damaged one: ")
 
 
 def list_members(path: Path) -> dict[str, Member]:
-    """Return the arrays of a file by name, x in an .npy file: what a layer norm takes, and others."""
+    """Return all arrays of a file by name, whether or not a layer norm takes them; x for .npy."""
     check_file(path, _KINDS)
     with _whole(path), path.open("rb") as file:
         members = dict(_members(path, file))
@@ -75,15 +75,15 @@ def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
         for name, (_, a, _) in members.items()
     ]
     print_table("Arrays", ("member", "shape", "dtype", "size"), rows)
-    given = f", got {name}" if name else ""
-    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{given}"
+    came = f", got {name}" * bool(name)
+    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{came}"
     raise InputError(msg)
 
 
-def read_eps(members: dict[str, Member], given: float | None) -> float:
-    """Return the eps that is given or, without it, that of the file; 1e-5 if it has none."""
-    if given is not None or "eps" not in members:
-        return 1e-5 if given is None else given
+def read_eps(members: dict[str, Member], eps: float | None) -> float:
+    """Return `eps` or, if it is None, eps of the file, 1e-5 if that has none."""
+    if eps is not None or "eps" not in members:
+        return 1e-5 if eps is None else eps
     label, like, read = members["eps"]
     if like.size != 1 or like.dtype.kind not in "fiu":
         msg = f"{label} must be one number, got {shape_text(like.shape)} of {like.dtype}"
@@ -112,7 +112,7 @@ def _members(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
 def _header(stream: Any) -> Array:
     """Read the header of .npy."""
     is_first = np.lib.format.read_magic(stream) == (1, 0)
-    # Versions 2 and 3 differ in the encoding of field names, which a layer norm has none of.
+    # Versions 2 and 3 differ only in the encoding of field names, and the four dtypes have no fields.
     form: Any = np.lib.format
     read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
     shape, _, dtype = read(stream)
@@ -134,7 +134,7 @@ def _tensors(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
         raise ValueError(msg)
     for name, entry in tensors.items():
         begin, end = map(operator.index, entry["data_offsets"])
-        # Others are listed, and refused if they are asked for.
+        # Tensors of other types are listed, but refused by `Member.load`.
         dtype = _SAFETENSORS.get(entry["dtype"], "V1")
         shape = tuple(map(operator.index, entry["shape"]))
         like = np.broadcast_to(np.empty((), dtype), shape)

@@ -1,4 +1,4 @@
-"""Parts of all commands: options and their checks, errors in a line, files, tables."""
+"""Parts that the commands share: options and their checks, errors in a line, files, tables."""
 
 import argparse
 import importlib.util
@@ -30,27 +30,27 @@ class InputError(Exception):
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], what: str = "", named: bool = False) -> Iterator[None]:
-    """Raise errors of these kinds as bad input: `what`, their name if asked for, and their words."""
+def refusing(*kinds: type[Exception], prefix: str = "", named: bool = False) -> Iterator[None]:
+    """Raise errors of these kinds as bad input: `prefix`, the error's name if `named`, its words."""
     try:
         yield
     except (InputError, OSError, MemoryError):
         raise
     except kinds as error:
-        what += f"{type(error).__name__}: " * named
-        raise InputError(what + " ".join(str(error).split())) from error
+        prefix += f"{type(error).__name__}: " * named
+        raise InputError(prefix + " ".join(str(error).split())) from error
 
 
 def check_file(path: Path, wanted: str, suffix: str = "") -> None:
-    """Refuse what is no file (a pipe would never end), or is named otherwise."""
+    """Refuse a path that is no file (a pipe would never end), or has another suffix."""
     if not path.is_file() or not path.name.lower().endswith(suffix):
         msg = f"FILE must be {wanted}, got {path}{', which is not there' * (not path.exists())}"
         raise InputError(msg)
 
 
 def check_memory(needed: int) -> None:
-    """Refuse so many bytes if they do not fit in memory: the system would end the process, not warn."""
-    # Windows does not say how much there is.
+    """Refuse bytes that do not fit in memory: the system would end the process, not warn."""
+    # Windows does not tell the size of its memory.
     with suppress(AttributeError):
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > there:
@@ -61,7 +61,7 @@ def check_memory(needed: int) -> None:
 def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
     """Return the function that reads a number and has `check` refuse it in its own words."""
 
-    # If the text is no number, argparse says so by the name of the function.
+    # wraps: argparse names the function in its message if the text is no number.
     @wraps(kind)
     def read(text: str) -> Any:
         value = kind(text)
@@ -83,7 +83,7 @@ def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
 
     def check(text: str) -> Path:
         """Refuse a file that could not be written or drawn, before any work is done for it."""
-        # The user's code, if any is run, may change the directory.
+        # Absolute now: the user's code may change the directory.
         path = Path(text).absolute()
         is_drawn = name in ("--html", "--plot")
         if path.suffix.lower() not in suffixes:
@@ -126,31 +126,31 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 def origin() -> dict[str, Any]:
-    """Return the versions and the machine that figures were made with."""
+    """Return the versions and the machine behind the figures."""
     versions = {"stablenorm": stablenorm.__version__, "numpy": np.__version__}
     machine = {"python": platform.python_version(), "machine": platform.machine()}
     return {**versions, **machine, "cpus": os.cpu_count()}
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
-    """Write figures as JSON, with their origin, if they were asked for."""
+    """Write figures as JSON, with their origin, if `path` names a file."""
     to_json(plain(origin() | content), path)
 
 
 def print_lines(*lines: str, bold: str = "") -> None:
-    """Print plain text, a paragraph per line; no word is broken: an address could not be clicked."""
+    """Print plain text, a paragraph per line; no word is broken, so addresses can be clicked."""
     console, bold = get_console(), printable(bold)
     paragraphs = (bold + printable("\n".join(lines))).split("\n")
-    shown = Text("\n".join("\n".join(wrapped(each, console.width)) for each in paragraphs))
+    shown = Text("\n".join("\n".join(wrapped(line, console.width)) for line in paragraphs))
     shown.stylize("bold", 0, len(bold))
     console.print(shown, soft_wrap=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of cells below their columns, the first one flush left."""
-    # No rules between columns, which cost two of three characters of what is between the words.
+    # One space between columns: a rule would need three characters.
     look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    heads = [Column(each, justify="right", overflow="fold") for each in columns]
+    heads = [Column(column, justify="right", overflow="fold") for column in columns]
     heads[0].justify = "left"
     table = Table(*heads, title=title, title_justify="left", title_style="bold", **look)
     for row in rows:

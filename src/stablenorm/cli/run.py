@@ -1,23 +1,23 @@
 """
 Compute y, dx, dgamma and dbeta of the arrays in a file, and check them.
 
-They are checked against the exact result, finite differences and a closed
-form. Shown as well: the error of the usual two-pass formula, what other
-methods would lose, what the norm costs. x is normalized over its last axis.
+The checks use the exact result, finite differences and a closed form. The
+report adds the error of the usual two-pass formula, the bits that other
+methods lose, and the cost of the norm. The last axis of x is normalized.
 
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
-  stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
+  stablenorm run mine.npz     x from a file; gamma, beta, dy, eps if it has them
   stablenorm run mine.npz --kind rms   an RMS norm
   stablenorm run arrays/      the same from x.npy, gamma.npy, ...
   stablenorm run mine.npz --out res.npz --html page.html
-  stablenorm run --digests    is rounding="nearest" the same here as everywhere?
+  stablenorm run --digests    has rounding="nearest" the published bits here?
 
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
 
-exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used,
-one line says why.
+exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used
+(one line says why).
 """
 
 import argparse
@@ -47,13 +47,13 @@ from stablenorm.types import Array
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
     "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
-    "--kind": "of the norm; default: layer",
+    "--kind": "kind of the norm; default: layer",
     "--eps": "default: eps of the file, or 1e-5",
-    "--rounding": "nearest: every element correctly rounded, or the check fails; default: fast",
-    "--seed": "of a random dy, if the file has none; default: 0",
+    "--rounding": "nearest: the check fails unless every element is correctly rounded; default: fast",
+    "--seed": "seed of a random dy, if the file has no dy; default: 0",
     "--out": "write y, dx, dgamma and dbeta to this file",
-    "--html": "write the same on a page, with a picture, for a browser",
-    "--digests": "compare digests of correctly rounded results with those published; nothing else",
+    "--html": "write the report with a picture, as a page for a browser",
+    "--digests": "only compare digests of correctly rounded results with the published ones",
 }
 
 
@@ -64,11 +64,11 @@ NORMS: dict[str, Any] = {
 }
 # The promises of each rounding.
 _CONTRACTS = {
-    "fast": "0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta), but for an element that "
-    "cancels almost completely",
-    "nearest": "none is misrounded",
+    "fast": "0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta), except for elements that "
+    "cancel almost completely",
+    "nearest": "no element is misrounded",
 }
-# About a second for the oracle, at 5 to 15 us an element and output.
+# The oracle takes about a second for these, at 5 to 15 us an element and output.
 _ORACLE_ELEMENTS = 50_000
 # The gradient check calls the forward 500 times, at 0.15 us an element.
 _CHECK_ELEMENTS = 4_096
@@ -88,14 +88,14 @@ class Problem(NamedTuple):
     kind: str
 
     def compute(self) -> _Results:
-        """Return all results that there are."""
+        """Return y, dx and, where there are parameters, their gradients."""
         forward, backward, *_ = NORMS[self.kind]
         y, cache = forward(*self[:4], rounding=self.rounding)
         return _named(y, *backward(self.dy, cache))
 
     def sample(self, elements: int) -> tuple["Problem", Array]:
-        """Return so many elements, as rows, and which: evenly spaced, the first and the last among them."""
-        x, dy = (each.reshape(-1, self.x.shape[-1]) for each in (self.x, self.dy))
+        """Return a problem of so many elements, and its rows: evenly spaced, the first and the last included."""
+        x, dy = (array.reshape(-1, self.x.shape[-1]) for array in (self.x, self.dy))
         count = min(len(x), max(1, elements // x.shape[1]))
         rows = np.unique(np.linspace(0, len(x) - 1, count).astype(np.intp))
         return self._replace(x=x[rows], dy=dy[rows]), rows
@@ -141,17 +141,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
-    """Read a file that holds x, or is x, or a directory of .npy files; return where dy is from, too."""
+    """Read x and the other arrays from a file or a directory of .npy files; say where dy is from."""
     path = arguments.file or BUNDLED
     if path.is_dir():
-        members = {each.stem: list_members(each)["x"] for each in sorted(path.glob("*.npy"))}
+        members = {file.stem: list_members(file)["x"] for file in sorted(path.glob("*.npy"))}
     else:
         members = list_members(path)
     if "x" not in members:
-        held = printable(", ".join(sorted(members)), "") or "nothing of that kind"
-        msg = f"{source} must hold an array named x, got {held}"
+        names = printable(", ".join(sorted(members)), "") or "no arrays"
+        msg = f"{source} must hold an array named x, got {names}"
         raise parts.InputError(msg)
-    # x, dy, y and dx at least.
+    # Four arrays at least: x, dy, y and dx.
     parts.check_memory(4 * members["x"].like.nbytes)
     x = members["x"].load()
     shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
@@ -160,7 +160,7 @@ def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
     )
     origin = "dy of the file"
     if dy is None:
-        origin = f"dy not given: random N(0, 1), seed {arguments.seed}"
+        origin = f"no dy in the file: random N(0, 1), seed {arguments.seed}"
         dy = np.random.default_rng(arguments.seed).standard_normal(x.shape).astype(x.dtype)
     if unknown := sorted(members.keys() - {"x", "eps", *shapes}):
         origin += f"; not used: {', '.join(unknown)}"
@@ -189,7 +189,7 @@ def _objection(problem: Problem) -> str:
 
 
 def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str, Any]]:
-    """Tell how far the outputs are from the exact result; return whether as promised, and the errors to draw."""
+    """Print the errors of the outputs; return whether they keep the contract, and the errors to draw."""
     part, sample = problem.sample(_ORACLE_ELEMENTS)
     *inputs, rounding, kind = part
     rows = problem.x.size // part.x.shape[1]
@@ -225,19 +225,19 @@ def _tell_accuracy(problem: Problem, results: _Results) -> tuple[bool, dict[str,
 
 
 def _tell_losses(problem: Problem) -> None:
-    """Tell how many bits common methods lose, and on which rows, as `stablenorm diagnose` does."""
-    found = diagnose(problem.x, problem.eps, top=6, kind=problem.kind)
-    parts.print_lines("", *lines_of(found), bold="\nWhere others would lose digits.")
+    """Print how many bits common methods lose, and on which rows, as `stablenorm diagnose` does."""
+    diagnosis = diagnose(problem.x, problem.eps, top=6, kind=problem.kind)
+    parts.print_lines("", *lines_of(diagnosis), bold="\nWhere others would lose digits.")
     parts.print_lines(
-        f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
+        f"Predicted for all {diagnosis.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
-        f"gamma and beta. The condition number of y{', rms(x) / std,' * (found.kind == 'layer')} is how "
-        "many times larger a relative error of x is in y."
+        f"gamma and beta. The condition number of y{', rms(x) / std,' * (problem.kind == 'layer')} is the "
+        "factor by which a relative error of x grows in y."
     )
 
 
 def _tell_gradients(problem: Problem, results: _Results) -> str:
-    """Tell what finite differences and the closed form say, as a check does; return the verdict."""
+    """Check gradients by finite differences and the closed form, print the report, return the verdict."""
     heading = "\nGradient check."
     if not all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
         text = " Not checked: an output overflows, and nothing can be compared."
@@ -245,45 +245,45 @@ def _tell_gradients(problem: Problem, results: _Results) -> str:
         return "INCONCLUSIVE"
     forward, backward, _, check = NORMS[problem.kind]
     forward = partial(forward, rounding=problem.rounding)
-    # In float64, where finite differences see most.
-    few = problem.sample(_CHECK_ELEMENTS)[0][:3]
-    arrays = (None if each is None else each.astype(np.float64) for each in few)
+    # Use float64: its finite differences show the smallest errors.
+    sample = problem.sample(_CHECK_ELEMENTS)[0][:3]
+    arrays = (None if array is None else array.astype(np.float64) for array in sample)
     report: GradientReport = check(forward, backward, *arrays, problem.eps, rng=0)
     parts.print_lines("", *str(report).splitlines(), bold=heading)
     parts.print_lines(
-        f"check_{problem.kind}_norm in float64, on some of the rows: finite differences and the closed "
+        f"check_{problem.kind}_norm in float64, on a sample of rows: finite differences and the closed "
         "form. Resolution: the smallest relative error that no compared element could have hidden."
     )
     return report.verdict
 
 
 def _tell_cost(problem: Problem) -> None:
-    """Tell flops and bytes of three programs, and the bytes between forward and backward."""
+    """Print flops and bytes of three programs, and the bytes stored from forward to backward."""
     n, dtype, kind = problem.x.shape[-1], str(problem.x.dtype), problem.kind
     rows = problem.x.size // n
     counted = []
     for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
         cost = count_cost(program, direction, (rows, n), dtype, kind)
-        per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
+        per_element = (number(count / (rows * n)) for count in (cost.flops, cost.moved))
         counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
-    kept = [(k, quantity(size, "B")) for k, size in count_kept((rows, n), dtype, kind).items()]
+    stored = [(k, quantity(size, "B")) for k, size in count_kept((rows, n), dtype, kind).items()]
     parts.print_lines(" Three programs of the same algebra, counted by formulas.", bold="\nCost.")
     columns = ("program", "flops per element", "bytes moved per element", "held")
     parts.print_table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted)
-    parts.print_table("Kept from forward to backward, beside x", ("what", "bytes"), kept)
+    parts.print_table("Kept from forward to backward, beside x", ("what", "bytes"), stored)
     parts.print_lines(
-        "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
-        "arrays are beyond the caches. Held: new bytes at the worst moment, results included."
+        "Flops: + - * / and square roots; a fused multiply-add is two. Moved: bytes to and from memory if "
+        "the arrays exceed the caches. Held: new bytes at the worst moment, results included."
     )
 
 
 def _compare_digests() -> int:
-    """Print the digests of y, dx, dgamma and dbeta of each fixed input, and whether they are right."""
+    """Print the digests of y, dx, dgamma and dbeta of every fixed input, and whether they are right."""
     differ, published = 0, published_digests()
     for name, case in digest_inputs().items():
-        found = tuple(map(digest, Problem(*case, "nearest", "layer").compute().values()))
-        differ += found != published[name]
-        parts.print_lines(" ".join((f"{name:27}", *found)))
+        digests = tuple(map(digest, Problem(*case, "nearest", "layer").compute().values()))
+        differ += digests != published[name]
+        parts.print_lines(" ".join((f"{name:27}", *digests)))
     verdict = f"{differ} LINES DIFFER from those published." if differ else "All are as published."
     parts.print_lines(verdict)
     return parts.EXIT_FAILED if differ else 0
@@ -291,7 +291,7 @@ def _compare_digests() -> int:
 
 # ---- the page of --html: a picture of the errors above what the terminal shows ----
 
-# Colors are the browser's own, light or dark as the reader's system is. Nothing is fetched, no script runs.
+# The browser's own colors: light or dark, as the reader's system is. The page fetches nothing, runs no script.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -311,8 +311,8 @@ pre {{ font: 0.9rem/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: p
 <p>{origin}</p>
 <figure>
 {picture}
-<figcaption>The share of elements whose error is at least as large as the horizontal axis says. Where a
-line ends above the lowest share, the rest are NaN or infinite and should not be.</figcaption>
+<figcaption>The share of elements whose error is at least the one on the horizontal axis. If a line ends
+above the lowest share, the rest of its elements are wrongly NaN or infinite.</figcaption>
 </figure>
 <pre>{shown}</pre>
 </body>
@@ -321,9 +321,9 @@ line ends above the lowest share, the rest are NaN or infinite and should not be
 
 
 def _make_page(title: str, errors: dict[str, Any]) -> bytes:
-    """Return the page. Everything is escaped, so that nothing in a file is markup."""
+    """Return the page. Everything is escaped: no text from a file can act as markup."""
     made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by stablenorm run --html: "
-    made += ", ".join(f"{what} {which}" for what, which in parts.origin().items())
+    made += ", ".join(f"{key} {value}" for key, value in parts.origin().items())
     shown = get_console().export_html(code_format="{code}", inline_styles=True)
     text = {"title": escape(printable(title)), "origin": escape(made), "shown": shown}
     return _PAGE.format(picture=_draw_errors(errors), **text).encode()
@@ -336,11 +336,11 @@ def _draw_errors(errors: dict[str, Any]) -> str:
     figure = new_figure(10, 3.2 * lines)
     for place, (name, both) in enumerate(errors.items(), 1):
         axes = figure.add_subplot(lines, 2, place, title=name, xscale="log", yscale="log")
-        for error, (what, color, style) in zip(both, looks, strict=True):
-            # From 0.001 ulp on, below which an element counts as exact: the axis is logarithmic.
-            known = np.nan_to_num(error, nan=np.inf, posinf=np.inf).clip(1e-3)
-            at = np.quantile(known, 1 - shares, method="higher")
-            axes.plot(at, 100 * shares, style, color=color, lw=2, label=what)
+        for error, (label, color, style) in zip(both, looks, strict=True):
+            # Errors below 0.001 ulp are drawn there: the axis is logarithmic.
+            drawn = np.nan_to_num(error, nan=np.inf, posinf=np.inf).clip(1e-3)
+            at = np.quantile(drawn, 1 - shares, method="higher")
+            axes.plot(at, 100 * shares, style, color=color, lw=2, label=label)
         axes.axvline(0.5, color="black", lw=1, ls=":", label="0.5 ulp")
         axes.set(xlim=(1e-3, None), xlabel="error, ulp", ylabel="elements, %")
         axes.grid(alpha=0.3)
@@ -348,6 +348,6 @@ def _draw_errors(errors: dict[str, Any]) -> str:
     figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False)
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True)
-    # Black is what the page writes with.
+    # Black becomes the page's text color.
     svg = file.getvalue().replace("#000000", "currentColor")
     return svg[svg.index("<svg") :]

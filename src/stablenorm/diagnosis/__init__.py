@@ -1,5 +1,5 @@
 """
-`diagnose` says how much a layer or RMS norm would lose on given data, row by row and in all.
+`diagnose` says how much a layer or RMS norm would lose on your data, row by row and in all.
 
 Its result, a `Diagnosis`, is shown as sentences, text, plain data, or a picture.
 """
@@ -24,9 +24,9 @@ from stablenorm.types import Array, check_count, check_eps
 
 __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
 
-# Elements of a block, the work of one thread at a time: some 3 ms, ten times the fixed cost of a block.
+# Elements of a block, the work of one thread at a time: about 3 ms, ten times a block's fixed cost.
 BLOCK = 1 << 19
-# The sentence about a row names these two methods; the others are near one of these, or keep less.
+# The sentence about a row names these two methods; the others are near one of them, or lose more.
 _TOLD = {
     "layer": {"two-pass": "a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"},
     "rms": {"one-pass": "mean(x^2) in {working}", "float16": "in float16"},
@@ -41,15 +41,15 @@ class Row:
     Attributes
     ----------
     index : int
-        Its number, counted in C order over the axes that are not normalized.
+        Number of the row, in C order over the axes that are not normalized.
     mean, std : float
         NaN if the row is not finite. For kind "rms": 0, and the root mean square.
     condition_y, condition_dx : float
-        How many times larger a relative error of x is in y and in dx.
+        Factor by which a relative error of x grows in y and in dx.
     lost : dict of str to float
         Bits of y lost by each method, as in `Diagnosis.methods`.
     marks : tuple of str
-        Its peculiarities, as in `Summary.marks`.
+        Peculiarities of the row, as in `Summary.marks`.
     advice : str
         The same in a sentence.
     """
@@ -71,13 +71,13 @@ class Summary(NamedTuple):
     Attributes
     ----------
     rows : int
-        How many.
+        Number of rows.
     marks : dict of str to int
-        For each peculiarity of rows, how many have it.
+        For each peculiarity, the number of rows that have it.
     lost : dict of str to array
-        For each method, how many rows lose 0, 1, ..., p bits, rounded.
+        For each method, the number of rows that lose 0, 1, ..., p bits, rounded.
     condition_y, condition_dx : array
-        How many rows have a condition number in [2^k, 2^(k+1)); below 1 counts as k = 0.
+        Number of rows whose condition number is in [2^k, 2^(k+1)); below 1 counts as k = 0.
         Constant rows are not counted: theirs is infinite for y.
     largest_condition_y, largest_condition_dx : float
         The largest finite ones.
@@ -95,14 +95,14 @@ class Summary(NamedTuple):
 @dataclass(frozen=True)
 class Diagnosis:
     """
-    The losses of a norm on given data; made by `stablenorm.diagnose`.
+    The losses of a norm on your data; made by `stablenorm.diagnose`.
 
     Attributes
     ----------
     shape, axis : tuple of int
         Shape of the data, and the axes normalized together.
     dtype : str
-        The dtype that it was judged as.
+        The dtype that the data was judged as.
     n : int
         Elements of a row.
     eps : float
@@ -110,8 +110,8 @@ class Diagnosis:
     summary : Summary
         All rows together.
     worst : tuple of Row
-        The rows that a two-pass (in an RMS norm, float16) loses most on, the worst first; before
-        them those that have no y: not finite, or constant with eps 0.
+        Rows without y (not finite, or constant with eps 0), then the rows on which a two-pass (in
+        an RMS norm, float16) loses most bits, the worst first.
     per_row : PerRow
         Numbers of every row, about 65 bytes each.
     kind : str
@@ -130,7 +130,7 @@ class Diagnosis:
 
     @property
     def bits(self) -> int:
-        """The precision p of the dtype: what can be lost."""
+        """The precision p of the dtype: a method can lose so many bits."""
         return format_of(parse(self.dtype)).digits
 
     @property
@@ -161,7 +161,7 @@ class Diagnosis:
         figure = new_figure(10, 4)
         figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
         axes = figure.subplots()
-        # Besides colors, the lines differ by dashes and widths: one beneath another is seen.
+        # Lines differ by dashes and widths as well: a line beneath another one stays visible.
         dashes, widths = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2))), (3.4, 3.0, 2.6, 2.2, 1.8)
         axes.set_prop_cycle(color=COLORS[:5], ls=dashes, lw=widths)
         for title, counts in zip(self.methods.values(), self.summary.lost.values(), strict=True):
@@ -199,27 +199,27 @@ def diagnose(
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     kind : {"layer", "rms"}, default: "layer"
-        Which norm.
+        The norm.
     axis : int, tuple of int or None, default: -1
         The axes normalized together; None for all.
     dtype : dtype, optional
-        One of the four that the data would have in the layer norm. Default: its own.
+        The dtype to judge the data as, one of the four. Default: its own.
     top : int, default: 10
-        How many of the worst rows to describe in a sentence.
+        Number of the worst rows to describe in a sentence.
 
     Returns
     -------
     Diagnosis
-        The condition numbers of y and dx, the bits of y that methods in common use lose, what is
-        special about rows, and the worst of them.
+        The condition numbers of y and dx, the bits of y that common methods lose, the marks of
+        special rows, and the worst rows.
 
     Raises
     ------
     TypeError
         If a dtype is not one of the four, or `top` is not an int.
     ValueError
-        If `kind` is neither, `axis` is not an axis of `x` or has length zero, `eps` is negative or not
-        finite, or `top` is negative.
+        If `kind` is neither of the two, `axis` is not an axis of `x` or has length zero, `eps` is
+        negative or not finite, or `top` is negative.
 
     Notes
     -----
@@ -229,13 +229,13 @@ def diagnose(
 
     The methods compute in float32, or in float64 for float64 data, with several running sums, as
     vectorized code does. In another order a method seldom loses two bits more or less; in a plain loop
-    it loses more. The condition number bounds them all. "Saved" is y as a backward rebuilds it from a
-    mean and an rstd rounded to that format.
+    it loses more. The condition number bounds them all. "Saved" means that a backward rebuilds y from
+    a mean and an rstd rounded to that format.
 
-    The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
-    a cotangent at right angles to 1 and xhat, as a random one of more than two elements nearly is.
-    Those of RMS norm are at most 1, as without a mean nothing cancels; it loses bits where x^2 is held
-    in too narrow a format: in float16 the square of 256 overflows.
+    The condition number of y is ``rms(x) / std``. The one of dx, ``rms(x) std / (var + eps)``, is for
+    a cotangent orthogonal to 1 and xhat, as a random one of more than two elements nearly is. Those
+    of RMS norm are at most 1, as nothing cancels without a mean; it loses bits if x^2 is held in too
+    narrow a format: in float16 the square of 256 overflows.
 
     Examples
     --------
@@ -243,8 +243,8 @@ def diagnose(
     >>> from stablenorm import diagnose
     >>> x = np.random.default_rng(0).standard_normal((4, 768)).astype(np.float32)
     >>> x[2] += 20000
-    >>> found = diagnose(x)
-    >>> found.worst[0].index, found.worst[0].lost["saved float32"] > 8
+    >>> worst = diagnose(x).worst[0]
+    >>> worst.index, worst.lost["saved float32"] > 8
     (2, True)
     """
     if is_lazy(x):
@@ -259,13 +259,13 @@ def diagnose(
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
     eps, top = check_eps(eps), check_count("top", top, least=0)
-    # The caller's np.errstate says whether an overflow is told.
+    # The caller's np.errstate decides whether an overflow of this cast warns.
     rows = as_rows(array, axes).astype(judged, copy=False)
-    found = _measure(rows, eps, kind)
-    order = _worst_first(found, kind)[:top].tolist()
-    worst = tuple(_describe_row(row, rows[row], found, kind) for row in order)
+    per_row = _measure(rows, eps, kind)
+    order = _worst_first(per_row, kind)[:top].tolist()
+    worst = tuple(_describe_row(row, rows[row], per_row, kind) for row in order)
     asked = array.shape, judged.name, axes, rows.shape[1], eps
-    return Diagnosis(*asked, _summarize(found, judged, kind), worst, found, kind)
+    return Diagnosis(*asked, _summarize(per_row, judged, kind), worst, per_row, kind)
 
 
 def _measure(rows: Array, eps: float, kind: str) -> PerRow:
@@ -276,38 +276,38 @@ def _measure(rows: Array, eps: float, kind: str) -> PerRow:
     with ThreadPoolExecutor(get_num_threads()) as pool:
         # An interrupt ends the call soon: the blocks that have not begun are cancelled.
         parts = pool.map(lambda block: measure_rows(block, eps, kind), blocks)
-        return PerRow(*(np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)))
+        return PerRow(*(np.concatenate(field, axis=-1) for field in zip(*parts, strict=True)))
 
 
-def _worst_first(found: PerRow, kind: str) -> Array:
+def _worst_first(per_row: PerRow, kind: str) -> Array:
     """Return the indices of the rows, those that lose most first, equals in their own order."""
-    # Rows that have no y at all come first: not finite, undefined. Then by bits of the two-pass, in
-    # an RMS norm those of float16, which loses most; the condition number, which constant rows do
-    # not have, counts less than a bit.
-    condition = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
-    lost = np.rint(found.lost[0 if kind == "layer" else -1]) + 1.0 - 1.0 / condition
-    return np.lexsort((-lost, ~found.marks[1], ~found.marks[0]))
+    # Rows without y come first: not finite, undefined. The others are sorted by bits lost by the
+    # two-pass, in an RMS norm by float16, which loses most. The condition number, which constant rows
+    # lack, counts less than a bit.
+    condition = np.where(np.isfinite(per_row.condition_y), per_row.condition_y, 1.0)
+    lost = np.rint(per_row.lost[0 if kind == "layer" else -1]) + 1.0 - 1.0 / condition
+    return np.lexsort((-lost, ~per_row.marks[1], ~per_row.marks[0]))
 
 
-def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
-    """Return what is counted of some rows."""
-    # Constant rows have no condition number, and some rows no y to lose bits of.
-    y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
-    # By powers of two up to 63: elements that differ at all do so by 2**-53 of their size, so that
-    # no row of less than 2**20 elements has a larger one.
+def _summarize(per_row: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
+    """Count the rows by marks, bits lost and condition numbers."""
+    # Constant rows have no condition number, and rows without y lose no bits.
+    y, dx = (v[np.isfinite(v)] for v in (per_row.condition_y, per_row.condition_dx))
+    # Powers of two up to 63 suffice: elements that differ at all do so by 2**-53 of their size, so
+    # no row of fewer than 2**20 elements has a larger condition number.
     powers = (np.minimum(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
     of_y, of_dx = (np.bincount(v, minlength=64) for v in powers)
-    bits = (np.rint(v[~np.isnan(v)]).astype(np.intp) for v in found.lost)
+    bits = (np.rint(v[~np.isnan(v)]).astype(np.intp) for v in per_row.lost)
     lost = (np.bincount(v, minlength=format_of(dtype).digits + 1) for v in bits)
-    marks = np.count_nonzero(found.marks, axis=1).tolist()
+    marks = np.count_nonzero(per_row.marks, axis=1).tolist()
     return Summary(
-        len(found.mean), dict(zip(SPECIAL[kind], marks, strict=True)),
+        len(per_row.mean), dict(zip(SPECIAL[kind], marks, strict=True)),
         dict(zip(METHODS[kind], lost, strict=True)), of_y, of_dx,
         float(y.max(initial=0.0)), float(dx.max(initial=0.0)),
     )  # fmt: skip
 
 
-# ---- what is said of it ----
+# ---- sentences and lines ----
 
 
 def _filled(text: str, dtype: DTypeLike) -> str:
@@ -315,11 +315,11 @@ def _filled(text: str, dtype: DTypeLike) -> str:
     return text.replace("{working}", np.result_type(parse(dtype), np.float32).name)
 
 
-def _describe_row(index: int, x: Array, found: PerRow, kind: str) -> Row:
-    """Return what is known of row `index`, with elements `x`."""
-    mean, std, of_y, of_dx = (float(each[index]) for each in found[:4])
-    lost = dict(zip(METHODS[kind], found.lost[:, index].tolist(), strict=True))
-    marks = tuple(compress(SPECIAL[kind], found.marks[:, index]))
+def _describe_row(index: int, x: Array, per_row: PerRow, kind: str) -> Row:
+    """Describe row `index`, with elements `x`."""
+    mean, std, of_y, of_dx = (float(field[index]) for field in per_row[:4])
+    lost = dict(zip(METHODS[kind], per_row.lost[:, index].tolist(), strict=True))
+    marks = tuple(compress(SPECIAL[kind], per_row.marks[:, index]))
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
         said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
@@ -328,7 +328,7 @@ def _describe_row(index: int, x: Array, found: PerRow, kind: str) -> Row:
         said = [f"undefined ({SPECIAL[kind]['undefined']})"]
     else:
         said = [f"{mark} ({SPECIAL[kind][mark]})" for mark in marks]
-        # |mean| / std is mentioned from 4 on: it costs two bits.
+        # From 4 on, |mean| / std is mentioned: it costs two bits.
         if not said or abs(mean) >= 4.0 * std > 0:
             ratio = f"|mean|/std = {abs(mean) / std:.2g}"
             said.insert(0, ratio if kind == "layer" else f"rms = {std:.2g}")
@@ -346,7 +346,7 @@ def _headline(diagnosis: Diagnosis) -> str:
 
 
 def _median(counts: Array) -> int:
-    """Return the middle of what was counted by whole numbers."""
+    """Return the median of whole numbers; ``counts[k]`` of them are k."""
     return int(np.searchsorted(np.cumsum(counts), (counts.sum() + 1) // 2))
 
 

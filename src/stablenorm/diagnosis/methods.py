@@ -1,7 +1,7 @@
 """
 Each row of x: its statistics, condition numbers, the bits lost by each method, its marks.
 
-A method is its mean and its rstd. With those, ``y_hat = (x - mean_hat) * rstd_hat`` has two errors:
+A method is its mean and its rstd. Its ``y_hat = (x - mean_hat) * rstd_hat`` then has two errors:
 a shift, from the error of the mean, and a factor, from the error of rstd. The deviations of a row
 sum to zero, so the RMS error over the row is exactly ``hypot((mean_hat - mean) rstd_hat, std
 (rstd_hat - rstd))``. Rounding the elements one by one adds less than a bit. In RMS norm the mean is
@@ -42,15 +42,15 @@ class PerRow(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Numbers that losses and marks are made of: arrays of length rows, n and eps."""
+    """Statistics of rows, arrays of length rows, for losses and marks; also n and eps."""
 
     # Float64; mean and std are NaN where a row is not finite. The largest deviation is `farthest`.
     mean: Array
     mean_lo: Array
     std: Array
     farthest: Array
-    # The dtype that methods compute in, rounded at every step: the means of x, x^2, (x - mean)^2.
-    # An RMS norm has 0 for the means of x; its last one is that of x^2 held in float16.
+    # The means of x, x^2 and (x - mean)^2, rounded at every step in the dtype of the methods. In an
+    # RMS norm the means of x are 0, and var_hat is the mean of x^2 held in float16.
     mean_hat: Array
     mean_square: Array
     var_hat: Array
@@ -58,7 +58,7 @@ class Statistics(NamedTuple):
     eps: float
 
 
-# The methods: a name, and what each is in a layer norm and in an RMS norm, which has no two passes.
+# The methods: name, description in a layer norm, description in an RMS norm, which has no two passes.
 # "{working}" stands for the dtype that they compute in: float32, or float64 for float64.
 _METHODS = (
     ("two-pass", "{working} two-pass", ""),
@@ -73,8 +73,8 @@ METHODS = {
 }
 
 # Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"
-# stands for var, in an RMS norm for mean(x^2). In a row of fewer than 8 elements, one has most of the
-# variance for no special reason.
+# stands for var, in an RMS norm for mean(x^2). An outlier needs 8 elements: in a shorter row one
+# element often has most of the variance.
 _MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
     ("layer rms", "not finite", "they hold NaN or infinity: y is NaN", lambda s: np.isnan(s.std)),
     ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN", lambda s: s.std + s.eps == 0),
@@ -109,34 +109,34 @@ SPECIAL = {
 
 @np.errstate(all="ignore")
 def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
-    """Return what is known of the rows of `x`, (rows, n); bits lost are NaN where there is no y."""
+    """Measure the rows of `x`, (rows, n); bits lost are NaN where there is no y."""
     form = format_of(x.dtype)
     # The dtype that layer norms of such data are computed in.
     working = np.result_type(x, np.float32)
-    found = _describe(np.require(x, working, ("C", "A")), eps, kind == "layer")
-    root = np.hypot(found.std, np.sqrt(eps))
+    stats = _describe(np.require(x, working, ("C", "A")), eps, kind == "layer")
+    root = np.hypot(stats.std, np.sqrt(eps))
     # std / root twice, not var / (var + eps), nor std * rstd: float64 may overflow.
-    size = found.std / root
-    in_y = np.hypot(1.0, found.mean / found.std)
-    in_dx = np.where(found.std == 0, 0.0, in_y * size * size)
+    size = stats.std / root
+    in_y = np.hypot(1.0, stats.mean / stats.std)
+    in_dx = np.where(stats.std == 0, 0.0, in_y * size * size)
 
-    methods = _methods(found, 1 / root)
+    methods = _methods(stats, 1 / root)
     mean, rstd = np.array([methods[name] for name in METHODS[kind]], np.float64).swapaxes(0, 1)
-    size = np.where((found.std == 0) & (eps > 0), 1.0, size)
-    # Half of the smallest float64 is 0.
+    size = np.where((stats.std == 0) & (eps > 0), 1.0, size)
+    # At least 5e-324: half of the smallest float64 would be 0.
     unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.digits, 5e-324)
-    shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
-    factor = (rstd - 1 / root) * found.std / unit
-    # 1/4: the elements' own roundings, each up to a half, and the last one.
+    shift = ((mean - stats.mean) - stats.mean_lo) * rstd / unit
+    factor = (rstd - 1 / root) * stats.std / unit
+    # 1/4 is for the rounding of the elements, each up to a half.
     bits = 0.5 * np.log2(shift * shift + factor * factor + 0.25)
-    # Beyond p bits nothing is left, and NaN is less than that.
+    # At most p bits can be lost; NaN, too, counts as p.
     bits = np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
     lost = np.where(np.isnan(size), np.nan, bits).astype(np.float32)
 
-    marks = np.array([has(found) for kinds, *_, has in _MARKS if kind in kinds])
-    # NaN or infinity spoils a row: it gets the first mark and no other.
+    marks = np.array([has(stats) for kinds, *_, has in _MARKS if kind in kinds])
+    # A row with NaN or infinity gets the first mark and no other.
     marks[1:, marks[0]] = False
-    return PerRow(found.mean, found.std, in_y, in_dx, lost, marks)
+    return PerRow(stats.mean, stats.std, in_y, in_dx, lost, marks)
 
 
 def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
@@ -151,7 +151,7 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
         mean_hat = np.zeros_like(mean_square)
         var_hat = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype) / n
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
-    # To about 1, by a power of two: squares of float64 would overflow or underflow.
+    # Scale to about 1, by a power of two: squares of float64 would overflow or underflow.
     power = np.frexp(np.maximum(highest, -lowest))[1]
     scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
     wide = x * scale[:, None]
@@ -160,7 +160,7 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     mean_lo = is_layer * np.einsum("ij->i", wide) / n
     var = np.vecdot(wide, wide) / n - mean_lo * mean_lo
     mean, mean_lo, std = mean / scale, mean_lo / scale, np.sqrt(np.maximum(var, 0.0)) / scale
-    # The rounding of the mean leaves deviations in a row of one value, which has none.
+    # A row of one value has no deviations, but rounding of the mean makes some.
     constant = (lowest == highest) & (is_layer | (lowest == 0))
     mean[constant] = lowest[constant]
     mean_lo[constant] = std[constant] = 0.0
@@ -170,15 +170,15 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     return Statistics(mean, mean_lo, std, farthest, mean_hat, mean_square, var_hat, n, eps)
 
 
-def _methods(found: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
-    """Return the mean and rstd of each row that each method has."""
-    mean, var = found.mean_hat, found.var_hat
-    saved = np.array((found.mean + found.mean_lo, rstd)).astype(np.float32)
-    half_mean, half_var, half_eps = (_to_half(v) for v in (mean, var, np.float32(found.eps)))
-    # float16 in float32, rounded after each operation: what float16 arithmetic returns, and faster.
+def _methods(stats: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
+    """Return the mean and rstd of the rows by each method."""
+    mean, var = stats.mean_hat, stats.var_hat
+    saved = np.array((stats.mean + stats.mean_lo, rstd)).astype(np.float32)
+    half_mean, half_var, half_eps = (_to_half(v) for v in (mean, var, np.float32(stats.eps)))
+    # float16 is emulated in float32, rounded after each operation: the same results, and faster.
     return {
-        "two-pass": (mean, 1 / np.sqrt(var + found.eps)),
-        "one-pass": (mean, 1 / np.sqrt(found.mean_square - mean * mean + found.eps)),
+        "two-pass": (mean, 1 / np.sqrt(var + stats.eps)),
+        "one-pass": (mean, 1 / np.sqrt(stats.mean_square - mean * mean + stats.eps)),
         "saved float32": tuple(saved),
         "saved bfloat16": tuple(saved.astype(BFLOAT16.dtype)),
         "float16": (half_mean, _to_half(1 / _to_half(np.sqrt(_to_half(half_var + half_eps))))),
@@ -186,5 +186,5 @@ def _methods(found: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
 
 
 def _to_half(v: Any) -> Any:
-    """Round to float16 and return float32; from float64 by way of float32, which statistics have."""
+    """Round to float16 and return float32; float64 is rounded to float32 first, as statistics are."""
     return v.astype(np.float32).astype(np.float16).astype(np.float32)

@@ -3,9 +3,9 @@ The exact answers of layer norm, RMS norm and their derivatives, to judge implem
 
 Every float is an integer times a power of two, so mean, variance and all sums of a row are exact
 integers over known denominators; the only irrational number is ``rstd``, enclosed by one integer
-square root a row. Comparisons that this enclosure leaves open are settled exactly, so whether an
-element is correctly rounded is decided, never estimated. Nothing here is shared with the code that
-is judged; NumPy reads and writes the floats, and holds Python's integers.
+square root a row. Comparisons that this enclosure cannot decide are decided exactly, so correct
+rounding is never estimated. The oracle shares no code with the implementations it judges; NumPy
+only reads and writes the floats, and holds Python's integers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = [
     "ContractResult", "ExactNorm", "exact_double_backward", "exact_layer_norm", "exact_rms_norm",
 ]  # fmt: skip
 
-Given = Array | None
+Maybe = Array | None
 
 
 def exact_layer_norm(
-    x: Array, gamma: Given = None, beta: Given = None, eps: float = 1e-5, dy: Given = None, *,
-    gamma_offset: float = 0.0, residual: Given = None, where: Given = None,
-    dsum: Given = None, dmean: Given = None, drstd: Given = None,
-    accumulate: tuple[Given, Given] = (None, None),
-    tx: Given = None, tgamma: Given = None, tbeta: Given = None,
+    x: Array, gamma: Maybe = None, beta: Maybe = None, eps: float = 1e-5, dy: Maybe = None, *,
+    gamma_offset: float = 0.0, residual: Maybe = None, where: Maybe = None,
+    dsum: Maybe = None, dmean: Maybe = None, drstd: Maybe = None,
+    accumulate: tuple[Maybe, Maybe] = (None, None),
+    tx: Maybe = None, tgamma: Maybe = None, tbeta: Maybe = None,
 ) -> ExactNorm:  # fmt: skip
     """
     Return the exact layer norm of `x` over its last axis, to measure implementations against.
@@ -43,7 +43,7 @@ def exact_layer_norm(
     Parameters
     ----------
     x : array of shape (..., n)
-        What is normalized; n at least 1.
+        The rows to normalize; n at least 1.
     gamma, beta : array of shape (n,), optional
         Scale and shift. Default: 1 and 0.
     eps : float, default: 1e-5
@@ -60,9 +60,9 @@ def exact_layer_norm(
     dsum : array of the shape of x, optional
         Added to dx: the cotangent of what is normalized, apart from that of y.
     dmean, drstd : array of shape (..., 1), optional
-        The cotangents of the mean and of rstd, whose gradients are added to dx.
+        The cotangents of the mean and of rstd. Their gradients are added to dx.
     accumulate : pair of array of shape (n,) or None, optional
-        What dgamma and dbeta are added to, before they are rounded.
+        Arrays that dgamma and dbeta are added to, before the sums are rounded.
     tx : array of the shape of x, optional
         The tangent of `x` (with a residual, of the sum). Needed for ty.
     tgamma, tbeta : array of shape (n,), optional
@@ -71,8 +71,8 @@ def exact_layer_norm(
     Returns
     -------
     ExactNorm
-        The exact y, dx, dgamma, dbeta and ty, as of infinite precision: their errors in ulp, their
-        correctly rounded values, the contract. Computed when asked for.
+        The exact y, dx, dgamma, dbeta and ty. Its methods round them correctly, measure errors in
+        ulp and check the contract; they compute only what they are asked for.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def exact_layer_norm(
 
     Notes
     -----
-    A row of n = 768 costs milliseconds, and one of float64 that spans the whole range of exponents a
+    A row of n = 768 costs milliseconds; a float64 row over the whole range of exponents costs a
     multiple of that. Slice `x` and `dy` first when a sample of rows is enough.
 
     Examples
@@ -101,7 +101,7 @@ def exact_layer_norm(
 
 
 def exact_rms_norm(
-    x: Array, gamma: Given = None, beta: Given = None, eps: float = 1e-5, dy: Given = None,
+    x: Array, gamma: Maybe = None, beta: Maybe = None, eps: float = 1e-5, dy: Maybe = None,
     **options: Any,
 ) -> ExactNorm:  # fmt: skip
     """
@@ -120,14 +120,14 @@ def exact_rms_norm(
     """
     require("dmean" not in options, "dmean must be left out, as an RMS norm has no mean", TypeError)
     exact = exact_layer_norm(x, gamma, beta, eps, dy, **options)
-    # Nothing of it has been computed yet.
+    # Safe: `exact` has computed nothing yet.
     exact._kind = "rms"
     return exact
 
 
 def exact_double_backward(
-    ddx: Array, dy: Array, x: Array, gamma: Given = None, eps: float = 1e-5, *,
-    ddgamma: Given = None, ddbeta: Given = None, gamma_offset: float = 0.0, kind: str = "layer",
+    ddx: Array, dy: Array, x: Array, gamma: Maybe = None, eps: float = 1e-5, *,
+    ddgamma: Maybe = None, ddbeta: Maybe = None, gamma_offset: float = 0.0, kind: str = "layer",
 ) -> ExactNorm:  # fmt: skip
     """
     Return the exact pullback of the backward: of its dx, dgamma, dbeta to its dy, x and gamma.
@@ -137,7 +137,7 @@ def exact_double_backward(
     ddx : array of the shape of x
         The cotangent of the backward's dx.
     dy, x, gamma, eps, gamma_offset : array or float
-        What the backward is taken of, as in `exact_layer_norm`.
+        Arguments of the backward, as in `exact_layer_norm`.
     ddgamma, ddbeta : array of shape (n,), optional
         The cotangents of the backward's dgamma and dbeta. Default: 0.
     kind : {"layer", "rms"}, default: "layer"
@@ -165,9 +165,9 @@ def exact_double_backward(
 
 def _exact(
     kind: str, quantities: dict[str, Quantity], x: Array, eps: float, gamma_offset: float,
-    where: Given, **given: Given,
+    where: Maybe, **arguments: Maybe,
 ) -> ExactNorm:  # fmt: skip
-    """Check what is given, by the names that rows have for it, and make it an `ExactNorm`."""
+    """Check the arguments, named as in a `Row`, and make them an `ExactNorm`."""
     x = np.asarray(x)
     has_rows = x.ndim > 0 and x.shape[-1] > 0
     require(has_rows, f"x must have shape (..., n) with n >= 1, got {x.shape}")
@@ -181,7 +181,7 @@ def _exact(
         msg = f"where must broadcast against x of shape {x.shape}, got {mask.shape}"
         raise ValueError(msg) from None
     vectors, matrices = {}, {"where": mask.astype(np.float64)}
-    for name, array in ({"x": x} | given).items():
+    for name, array in ({"x": x} | arguments).items():
         if array is None:
             continue
         if name.endswith(("gamma", "beta")):
@@ -189,10 +189,10 @@ def _exact(
             continue
         shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
         values = as_float64(name, np.asarray(array), shape)
-        # Summands of dx do not come through the norm, so no mask reaches them.
+        # Summands of dx do not pass through the norm: no mask applies to them.
         matrices[name] = _finite(name, values if name in ADDED else np.where(mask, values, 0.0))
     if "residual" in matrices:
-        # Sums of floats are integers in units of a power of two: no rounding is left open.
+        # Sums of floats are integers in units of a power of two: `nearest` decides every rounding.
         summands = (matrices.pop(name).reshape(-1) for name in ("x", "residual"))
         sums = enclose([(read(v), RATIONAL) for v in summands], x.size)
         rounded = np.array([nearest(v, format_of(x.dtype, "x")) for v in sums], float)

@@ -1,4 +1,4 @@
-"""The exact quantities of a norm: their values, rounded, and how far given arrays are from them."""
+"""The exact quantities of a norm, their rounded values, and the errors of arrays against them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ LIMITS = {
 @dataclass(frozen=True, slots=True)
 class ContractResult:
     """
-    How one array stands against the contract ``|error| <= limit_ulp * ulp + c * S``.
+    The verdict on one array by the contract ``|error| <= limit_ulp * ulp + c * S``.
 
     Attributes
     ----------
@@ -41,11 +41,11 @@ class ContractResult:
     misrounded : float
         The fraction of elements that are not the correctly rounded exact values; decided exactly.
     second_term : int
-        How many elements have an error above `limit_ulp`: only ``c * S`` could let them pass.
+        Number of elements with an error above `limit_ulp`: only ``c * S`` can let them pass.
     worst_excess : float
         The largest ``(error - limit_ulp * ulp) / (c * S)`` of those, or 0. At most 1 if passed.
     worst_index : tuple of int
-        Where `worst_ulp` is, or `worst_excess` if the contract is broken. Empty for an empty array.
+        Index of `worst_ulp`, or of `worst_excess` if the contract is broken. Empty for an empty array.
     limit_ulp : float
         The limit of this quantity in this dtype.
     """
@@ -61,18 +61,18 @@ class ContractResult:
 
 class ExactNorm:
     """
-    The exact norm of given floats, and its derivatives: y, dx, dgamma, dbeta, and ty of the jvp.
+    The exact norm of floats, and its derivatives: y, dx, dgamma, dbeta, and ty of the jvp.
 
     Made by `exact_layer_norm` and `exact_rms_norm`; by `exact_double_backward` with the quantities
-    ddy, dx, dgamma instead. Nothing is computed before it is asked for, and only what is asked for:
-    y needs no dx. Arrays handed in have the shape of the exact quantity: dgamma and dbeta ``(n,)``,
-    all others that of x.
+    ddy, dx, dgamma instead. A method computes only the quantities it is asked for: y needs no dx.
+    Arrays to be judged have the shape of the exact quantity: dgamma and dbeta ``(n,)``, all others
+    that of x.
 
     Attributes
     ----------
     x : array
-        What is normalized: with a residual, ``x + residual`` rounded to the dtype of x. 0 where a
-        mask is False.
+        The rows that are normalized: with a residual, ``x + residual`` rounded to the dtype of x.
+        0 where a mask is False.
     shape : tuple of int
         The shape of x.
     rows, n : int
@@ -86,8 +86,8 @@ class ExactNorm:
         self.x, self.shape = x, x.shape
         self.rows, self.n = matrices["x"].shape
         self._eps, self._kind, self._quantities = eps, kind, quantities
-        # Arguments by name: those that all rows share, with what is added to a sum under the name of the
-        # sum; and those that differ from row to row, float64 (rows, n) or (rows, 1).
+        # Arguments by name. Vectors are common to all rows; a summand of dgamma or dbeta has the name
+        # of its sum. Matrices differ from row to row: float64 (rows, n) or (rows, 1).
         self._vectors, self._matrices = vectors, matrices
 
     def mean(self, row: int) -> Fraction:
@@ -100,7 +100,7 @@ class ExactNorm:
 
     def value(self, name: str, index: tuple[int, ...], bits: int = 256) -> Fraction:
         """
-        Return one element to a relative ``2**-bits``, and as it is if it is rational.
+        Return one element to a relative ``2**-bits``; exactly if it is rational.
 
         `name` is that of the quantity, `index` has one index for each axis. ValueError if the
         element is undefined: its row has no variance, and eps is 0.
@@ -125,26 +125,26 @@ class ExactNorm:
         and eps is 0, but for elements that a mask leaves out.
         """
         fmt, shape = format_of(dtype, "dtype"), self._shape_of(name)
-        found = self._decide(name, lambda _, interval: rounding.nearest(interval, fmt))
-        return np.array(found, np.float64).reshape(shape).astype(dtype)
+        values = self._decide(name, lambda _, interval: rounding.nearest(interval, fmt))
+        return np.array(values, np.float64).reshape(shape).astype(dtype)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
         """
-        Return the error of every element of the given arrays, in ulp.
+        Return the error of every element of the arrays, in ulp.
 
         Parameters
         ----------
         **arrays : array, optional
-            What an implementation returned, by the names of the quantities; each may have any of
+            Results of an implementation, by the names of the quantities; each may have any of
             the four dtypes. None is passed over.
 
         Returns
         -------
         dict of str to array
-            For each array given, float64 errors of its shape. The ulp is that of its dtype at the
-            exact value, never below the smallest subnormal. An infinity counts 0.5 where the exact
-            value rounds to it, and inf elsewhere; so does NaN, but for rows whose exact value is
-            undefined: there NaN counts 0 and all else inf.
+            For each array, float64 errors of its shape. The ulp is that of its dtype at the exact
+            value, never below the smallest subnormal. An infinity counts 0.5 where the exact value
+            rounds to it, and inf elsewhere. NaN counts inf. Where the exact value is undefined, NaN
+            counts 0 and every number inf.
         """
         return {
             name: np.array([ulps for ulps, *_ in verdicts], np.float64).reshape(array.shape)
@@ -153,19 +153,19 @@ class ExactNorm:
 
     def check_contract(self, **arrays: Array | None) -> dict[str, ContractResult]:
         """
-        Hold the given arrays against the contract ``|error| <= limit ulp + c * S``.
+        Hold the arrays against the contract ``|error| <= limit ulp + c * S``.
 
         Parameters
         ----------
         **arrays : array, optional
-            What an implementation returned, by the names of the quantities; the dtype of each
+            Results of an implementation, by the names of the quantities; the dtype of each
             chooses its limit and c. "The accuracy contract" in the documentation defines S, the
             sum of the magnitudes that an element is made of.
 
         Returns
         -------
         dict of str to ContractResult
-            One for each array given.
+            One for each array.
 
         Examples
         --------
@@ -177,9 +177,9 @@ class ExactNorm:
         """
         results = {}
         for name, array, verdicts in self._judge(arrays):
-            # Sums over rows of narrower data are promised no more digits than float64 has.
+            # Sums over rows of narrower data are computed in float64, so they have its limit.
             sources = [array, self.x] if self._quantities[name].summed else [array]
-            limit, second = LIMITS[name][all(each.dtype.name == "float64" for each in sources)]
+            limit, second = LIMITS[name][all(a.dtype.name == "float64" for a in sources)]
             if not verdicts:
                 results[name] = ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
                 continue
@@ -206,11 +206,11 @@ class ExactNorm:
         return (self.n,) if self._quantities[name].summed else self.shape
 
     def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, list[Verdict]]]:
-        """Yield each array given with its name and the verdicts on its elements."""
-        for name, each in arrays.items():
+        """Yield the name of each array, the array, and the verdicts on its elements."""
+        for name, returned in arrays.items():
             shape = self._shape_of(name)
-            if each is not None:
-                array = np.asarray(each)
+            if returned is not None:
+                array = np.asarray(returned)
                 values = as_float64(name, array, shape).reshape(-1).tolist()
                 verdict = partial(rounding.judge, format_of(array.dtype, name), values)
                 yield name, array, self._decide(name, verdict)
@@ -222,7 +222,7 @@ class ExactNorm:
         return kind(self._vectors | own, self._eps, self._kind)
 
     def _rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
-        """Yield the rows that one block is made of."""
+        """Yield the rows of one block."""
         indices = range(self.rows) if self._quantities[name].summed else [block]
         return (self._row(i, kind) for i in indices)
 
@@ -236,13 +236,13 @@ class ExactNorm:
             yield from make(row)
 
     def _undefined(self, name: str, block: int) -> Array:
-        """Tell which elements of a block have no value: those that count, without variance, eps."""
-        found = np.zeros(self.n, bool)
+        """Tell which elements of a block have no value: var and eps are 0, the mask is True."""
+        undefined = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self._eps == 0 and name != "dbeta":
             for row in self._rows(name, block):
-                found |= (row.var == 0) & (row.ones.integers != 0)
-        return found
+                undefined |= (row.var == 0) & (row.ones.integers != 0)
+        return undefined
 
     def _sizes(self, name: str, block: int) -> list[Interval]:
         """Return S of the contract: the sum of the magnitudes that each element is made of."""
@@ -250,19 +250,19 @@ class ExactNorm:
         return enclose(((abs(v), square) for v, square in parts), self.n)
 
     def _decide(self, name: str, verdict: Callable[[int, Interval | None], T | None]) -> list[T]:
-        """Return the verdict on each element, given its place and an enclosure, if defined."""
-        found: list[Any] = []
+        """Return the verdict on each element, a function of its place and, if defined, its interval."""
+        verdicts: list[Any] = []
         for block in range(1 if self._quantities[name].summed else self.rows):
             intervals = enclose(self._parts(name, block), self.n)
             undefined = self._undefined(name, block).tolist()
-            places = range(len(found), len(found) + self.n)
-            for place, interval, nothing in zip(places, intervals, undefined, strict=True):
-                found.append(verdict(place, None if nothing else interval))
-            if left_open := [place for place in places if found[place] is None]:
-                numbers = exactly(self._parts(name, block), [i % self.n for i in left_open])
-                for place, number in zip(left_open, numbers, strict=True):
-                    found[place] = settle(number, partial(verdict, place))
-        return found
+            places = range(len(verdicts), len(verdicts) + self.n)
+            for place, interval, is_undefined in zip(places, intervals, undefined, strict=True):
+                verdicts.append(verdict(place, None if is_undefined else interval))
+            if undecided := [place for place in places if verdicts[place] is None]:
+                numbers = exactly(self._parts(name, block), [i % self.n for i in undecided])
+                for place, number in zip(undecided, numbers, strict=True):
+                    verdicts[place] = settle(number, partial(verdict, place))
+        return verdicts
 
 
 def as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:

@@ -1,8 +1,8 @@
 """
 The four binary formats, the way between arrays of floats and integers, and verdicts on intervals.
 
-A format is recognised by the name of the dtype, so that bfloat16 needs no import here. A verdict that
-an interval leaves open is None; `surds.settle` then encloses the element anew.
+A format is recognised by the name of the dtype, so that bfloat16 needs no import here. A verdict is
+None if the interval cannot decide it; `surds.settle` then encloses the element anew.
 """
 
 import math
@@ -25,7 +25,7 @@ class Format(NamedTuple):
     precision: int
     # The ulp of the subnormals.
     finest: int
-    # The ulp of the largest finite numbers, with which the grid goes on above.
+    # The ulp of the largest finite numbers. Above them the grid continues with it.
     coarsest: int
 
     def ulp_exponent(self, top: int) -> int:
@@ -46,7 +46,7 @@ FORMATS = {
 
 
 def require(is_right: bool, message: str, error: type[Exception] = ValueError) -> None:
-    """Raise the error unless what the message asks for is so."""
+    """Raise the error with this message unless `is_right`."""
     if not is_right:
         raise error(message)
 
@@ -105,7 +105,7 @@ def read(values: Array) -> Vector:
     finest = int(exponents.min(initial=1024))
     significands = np.ldexp(fractions, 53).astype(np.int64).astype(object)
     integers = significands << (exponents - finest).astype(object)
-    # Without the zeros that all of them end in: short integers are quicker.
+    # Drop the trailing zeros that all integers share: short integers are quicker.
     ends = np.bitwise_or.reduce(integers, initial=0)
     zeros = max((ends & -ends).bit_length() - 1, 0)
     return Vector(integers >> zeros, Fraction(2) ** (finest - 53 + zeros))
@@ -115,7 +115,7 @@ def read(values: Array) -> Vector:
 
 
 def nearest(interval: Interval | None, fmt: Format) -> float | None:
-    """Round to `fmt`, ties to even; NaN without an interval, None where it leaves that open."""
+    """Round to `fmt`, ties to even; NaN without an interval, None if it cannot decide."""
     if interval is None:
         return math.nan
     low, width, exponent = interval
@@ -126,11 +126,11 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
         low, width, shift = low << 1 - shift, width << 1 - shift, 1
     steps, half = low >> shift, 1 << shift - 1
     rest = low - (steps << shift)
-    # Open: a width that reaches a midpoint, or zero with its sign. Crossing a power of two needs no
-    # special case: on either grid the nearest is the power of two between them. (Above a negative one
-    # the grid is twice as fine.)
-    sign_open = low < 0 <= low + width
-    if width and (sign_open or 2 * width >= half or rest <= half <= rest + width):
+    # An interval cannot decide if it reaches a midpoint, or zero and so two signs. It may cross a
+    # power of two: on either grid the nearest is the power of two between them. (Above a negative
+    # one the grid is twice as fine.)
+    has_both_signs = low < 0 <= low + width
+    if width and (has_both_signs or 2 * width >= half or rest <= half <= rest + width):
         return None
     steps += rest > half or (rest == half and steps & 1)
     if steps == 0:
@@ -142,12 +142,12 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
 
 # An element's error in ulp, whether it is misrounded, and the error again: error * 2**exponent.
 Verdict = tuple[float, bool, int, int]
-# An error that is infinite, or that of NaN: beyond all quotients of errors and S.
+# The verdict on NaN and wrong infinities: an error beyond all quotients of errors and S.
 WRONG: Verdict = math.inf, True, 1, 1 << 14
 
 
 def quotient(p: int, q: int, exponent: int) -> float:
-    """Return ``p / q * 2**exponent``, rounded once; inf beyond the range of float64, and over 0."""
+    """Return ``p / q * 2**exponent``, rounded once; inf beyond the range of float64, and if q = 0."""
     try:
         return (p << max(exponent, 0)) / (q << max(-exponent, 0))
     except (OverflowError, ZeroDivisionError):
@@ -158,7 +158,7 @@ def judge(
     fmt: Format, values: list[float], place: int, interval: Interval | None
 ) -> Verdict | None:
     """
-    Judge one of some numbers of `fmt`; None where the interval leaves that open.
+    Judge one of the values, numbers of `fmt`; None if the interval cannot decide.
 
     Without an interval the exact value is undefined: only NaN is right.
     """
@@ -169,7 +169,7 @@ def judge(
     if rounded is None:
         return None
     if math.isinf(value):
-        # Right where the exact value rounds to it.
+        # An infinity is right where the exact value rounds to it.
         return (0.5, False, 0, 0) if rounded == value else WRONG
     low, width, exponent = interval
     top = low.bit_length()
@@ -179,7 +179,7 @@ def judge(
     power = 1 - denominator.bit_length()
     unit = min(exponent, power)
     error = abs((number << power - unit) - (low << exponent - unit))
-    # Open: another binade, or an error that the width blurs.
+    # Undecided: the interval reaches another binade, or its width blurs the error.
     blur = width << ERROR_BITS + exponent - unit
     if width and ((low + width).bit_length() != top or error <= blur):
         return None

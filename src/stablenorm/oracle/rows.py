@@ -1,14 +1,14 @@
 """
 Rows in exact arithmetic: each quantity is written as on paper, as multiples of ``rstd`` and of 1.
 
-All of a row but ``rstd`` is rational: with ``rstd**2 = 1 / (var + eps)``, odd powers of rstd are
+A row is rational except for ``rstd``. As ``rstd**2 = 1 / (var + eps)``, odd powers of rstd are
 rational multiples of it and even powers are rational. So ``xhat = centered * rstd``, and with
 ``g = (gamma + gamma_offset) * dy``
 
     dx = rstd (g - mean(g) - centered (rstd**2 mean(g * centered)))
 
 is rstd times a rational. RMS norm has ``mean(x)`` and ``mean(g)`` set to zero in the same lines.
-What a mask leaves out is zero in every vector, and ones are subtracted only where the mask is True.
+Elements that a mask leaves out are zero in every vector: `Row.ones` is 0 there.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,22 +22,22 @@ from stablenorm.oracle.surds import RATIONAL, Part
 
 class Row(dict[str, Vector]):
     """
-    One row: the vectors given for it, by their names, and its statistics.
+    One row: its vectors by name, and its statistics.
 
     `xhat` and `project` leave a factor rstd out, so that they are rational.
     """
 
-    def __init__(self, given: dict[str, Vector], eps: Fraction, kind: str):
-        super().__init__(given)
+    def __init__(self, vectors: dict[str, Vector], eps: Fraction, kind: str):
+        super().__init__(vectors)
         self.is_layer = kind == "layer"
-        # 1 where the mask is True, 0 elsewhere; and how many elements that leaves, 1 if none.
+        # ones: 1 where the mask is True, 0 elsewhere. n: their number, or 1 if there are none.
         self.ones = self["where"]
         self.n = self.ones.total() or Fraction(1)
         self.mean = self["x"].total() / self.n if self.is_layer else Fraction(0)
         # The attribute `xhat` is xhat / rstd; `Magnitudes` has a larger one.
         self.xhat = self.centered = self.center(self["x"])
         self.var = self.inner(self.centered, self.centered)
-        # rstd**2; where there is none, 1: what a mask leaves out is 0 whatever it is.
+        # rstd**2. 1 where var + eps = 0: all elements are 0 or undefined there.
         self.square = 1 / (self.var + eps or Fraction(1))
 
     def center(self, v: Vector) -> Vector:
@@ -55,10 +55,10 @@ class Row(dict[str, Vector]):
 
 
 class Magnitudes(Row):
-    """A row whose quantities, each part in magnitude, are S of the contract."""
+    """A row in magnitudes: its quantities are S of the contract."""
 
-    def __init__(self, given: dict[str, Vector], eps: Fraction, kind: str):
-        super().__init__(given, eps, kind)
+    def __init__(self, vectors: dict[str, Vector], eps: Fraction, kind: str):
+        super().__init__(vectors, eps, kind)
         # (|xhat| + mean|xhat|) / rstd.
         self.xhat = self._spread(self.centered)
 
@@ -101,7 +101,7 @@ def _dx(row: Row) -> Parts:
 
 
 def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:
-    """Yield the tangent of y, given the names of those of x, gamma, beta."""
+    """Yield the tangent of y; `x`, `gamma`, `beta` name the tangents of these."""
     # The Jacobian of xhat is symmetric: the tangent of xhat is rstd project(tx).
     yield row["scale"] * row.project(row[x]), row.square
     if gamma in row:
@@ -132,7 +132,7 @@ def _double_dx(row: Row) -> Parts:
 
 
 class Quantity(NamedTuple):
-    """How a quantity is made of a row, whether summed over rows, and the argument it needs."""
+    """How a row gives a quantity, whether rows are summed, and the argument it needs."""
 
     parts: Callable[[Row], Parts]
     summed: bool

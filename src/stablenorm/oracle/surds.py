@@ -1,12 +1,12 @@
 """
-Sums of multiples of square roots of rationals: enclosed, and compared exactly where that leaves open.
+Sums of multiples of square roots of rationals: enclosed, then compared exactly if undecided.
 
 Every element of every quantity is such a sum; the rational ones among its terms are multiples of
 ``sqrt(1)``. A block of elements is a sequence of `Part`, a term of each element. Square roots of
 positive integers, no two of which differ by a rational factor, are linearly independent over the
-rationals (Besicovitch, J. London Math. Soc. 15 (1940) 3). So once terms that differ by a rational
-factor are merged, what is left is either rational, and compared exactly, or irrational, and then
-some finite precision separates it from any rational number.
+rationals (Besicovitch, J. London Math. Soc. 15 (1940) 3). So `merge` adds up terms that differ by a
+rational factor. The sum is then either rational, and compared exactly, or irrational, and a finite
+precision separates it from any rational number.
 """
 
 import math
@@ -20,11 +20,11 @@ from stablenorm.oracle.rounding import Array, Interval, Vector
 
 T = TypeVar("T")
 
-# Bits of a square root. An element is enclosed to about 250 bits less its cancellation; what that
-# leaves open (a tie, an exact zero, an exact result) goes to `settle`.
+# Bits of a square root. An element is enclosed to about 250 bits less its cancellation. Ties, exact
+# zeros and exact results stay undecided and go to `settle`.
 ROOT_BITS = 256
 
-# The numbers ``vector * sqrt(square)``, given both.
+# The pair (vector, square) stands for the numbers ``vector * sqrt(square)``.
 Part = tuple[Vector, Fraction]
 RATIONAL = Fraction(1)
 # The number sum(coefficient * sqrt(radicand)): the coefficients by their radicands.
@@ -50,7 +50,7 @@ def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interv
         low, width, exponent = enclose_root(vector.unit**2 * square, bits)
         coarser, shift = max(finest - exponent, 0), max(exponent - finest, 0)
         low, width, integers = low << shift, width << shift, vector.integers
-        # The lower end of a negative multiple is that of the upper end of the root.
+        # A negative multiple is lowest at the upper end of the root.
         lows = (lows << coarser) + integers * low + np.minimum(integers, 0) * width
         widths = (widths << coarser) + abs(integers) * width
         finest = min(finest, exponent)
@@ -58,7 +58,7 @@ def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interv
 
 
 def exactly(parts: Iterable[Part], columns: list[int]) -> list[Surd]:
-    """Return some of the sums of the parts, by their columns."""
+    """Return the sums of the parts in these columns."""
     sums: dict[int, Array] = {}
     for vector, square in parts:
         p, q = (vector.unit**2 * square).as_integer_ratio()
@@ -91,7 +91,7 @@ def settle(number: Surd, verdict: Callable[[Interval], T | None]) -> T:
         tops = (np.array([c.numerator], object) for c in number.values())
         units = (Fraction(1, c.denominator) for c in number.values())
         parts = zip(map(Vector, tops, units), map(Fraction, number), strict=True)
-        if (found := verdict(enclose(parts, 1, bits)[0])) is not None:
-            return found
+        if (decided := verdict(enclose(parts, 1, bits)[0])) is not None:
+            return decided
         # Merging takes long where there are many terms, and is seldom needed.
         number, bits = merge(number), 2 * bits

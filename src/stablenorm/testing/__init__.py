@@ -1,7 +1,7 @@
 """
 For test suites of other layer norms: hard inputs, rows that went wrong in public, the plain formula.
 
-Here: fixed inputs, with digests of their results, or with an element that lies next to a midpoint.
+This file has the fixed inputs: with digests of their results, or with an element next to a midpoint.
 The page "Hard inputs, the oracle" of the documentation says how both are made.
 """
 
@@ -38,9 +38,9 @@ def published_digests() -> dict[str, tuple[str, ...]]:
     """
     Return the digests of y, dx, dgamma and dbeta, by the name of the input.
 
-    They are of the exact results, computed by integers and rounded once to nearest, ties to even.
+    Each is the digest of an exact result, computed in integers and rounded once to nearest, ties to even.
     """
-    # A line for each input; new ones go to the end, as their numbers are part of what they are.
+    # A line for each input. New inputs go to the end: the number of its line seeds an input.
     lines = (_HERE / "digests.txt").read_text("utf-8").splitlines()
     return {line[:27].rstrip(): tuple(line[28:].split()) for line in lines}
 
@@ -49,7 +49,7 @@ def digest(array: Array) -> str:
     """
     Return the first 12 hexadecimal digits of the SHA-256 of an array's bytes.
 
-    They are the bytes of a little-endian machine, and every NaN is the quiet one with its sign bit clear.
+    The bytes are those of a little-endian machine; every NaN is the quiet one with its sign bit clear.
     """
     array = np.where(np.isnan(array), array.dtype.type(np.nan), array)
     size = array.dtype.itemsize
@@ -87,7 +87,7 @@ def _splitmix(seed: int, *shape: int) -> Array:
 
 
 def _plain(z: Array, form: Format, exponent: Any = 1) -> Array:
-    """Return ``k 2**(exponent - p)`` in float64, which holds it."""
+    """Return ``k 2**(exponent - p)``, exactly, in float64; k is an integer of p bits drawn from z."""
     k = (z >> 63 - form.digits).astype(np.int64) - 2**form.digits
     scaled: Array = np.ldexp(k.astype(np.float64), exponent - form.digits)
     return scaled
@@ -95,7 +95,7 @@ def _plain(z: Array, form: Format, exponent: Any = 1) -> Array:
 
 class NearMidpoint(NamedTuple):
     """
-    An input of a layer norm, and one element of an output that lies next to a midpoint.
+    An input of a layer norm, and one element of an output, next to a midpoint.
 
     `x` and `dy` are (rows, n), `gamma` and `beta` (n,). The element of `output` ("y", "dx", "dgamma"
     or "dbeta") at the index `where` is `expected` if rounded correctly, ties to even. The exact value
@@ -115,17 +115,17 @@ class NearMidpoint(NamedTuple):
 
 def near_midpoints() -> list[NearMidpoint]:
     """
-    Return the elements that are kept: of all four outputs, in all four dtypes, and in mixtures.
+    Return the stored elements: of all four outputs, in all four dtypes, and in mixtures.
 
     Elements of the same input follow one another and share its arrays.
     """
-    found = []
-    for kept in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
-        read = (kept[name] for name in ("x", "gamma", "beta", "dy"))
-        x, gamma, beta, dy = (np.array(numbers, parse(dtype)) for dtype, numbers in read)
+    elements = []
+    for stored in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
+        pairs = (stored[name] for name in ("x", "gamma", "beta", "dy"))
+        x, gamma, beta, dy = (np.array(numbers, parse(dtype)) for dtype, numbers in pairs)
         dtypes = {"y": x.dtype, "dx": x.dtype, "dgamma": gamma.dtype, "dbeta": beta.dtype}
-        case = Case(x, gamma, beta, kept["eps"], dy)
-        for output, where, number, distance in kept["elements"]:
+        case = Case(x, gamma, beta, stored["eps"], dy)
+        for output, where, number, distance in stored["elements"]:
             expected = dtypes[output].type(number)
-            found.append(NearMidpoint(*case, output, tuple(where), expected, distance))
-    return found
+            elements.append(NearMidpoint(*case, output, tuple(where), expected, distance))
+    return elements

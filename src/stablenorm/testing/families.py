@@ -1,9 +1,9 @@
 """
 Hard inputs for a layer norm: the families F01 to F38, one table.
 
-Each is a way in which implementations in use lose their digits: an offset, a row constant but
-for its last bit, an outlier, squares that overflow or underflow, a cotangent that the projection
-annihilates. Nothing that computes a layer norm is imported here.
+In each, implementations in use lose digits for one reason: an offset, a row constant but for its
+last bit, an outlier, squares that overflow or underflow, a cotangent that the projection
+annihilates. This file imports nothing that computes a layer norm.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,9 @@ class Family(NamedTuple):
     """
     A family of inputs.
 
-    With fewer than `smallest_n` elements or `smallest_rows` rows it would be another family;
-    `without` maps the dtypes for which there is none to the reason. `finite` is False where the input
-    holds NaN or infinity, which an exact oracle cannot take.
+    Its difficulty needs `smallest_n` elements and `smallest_rows` rows. `without` maps each dtype in
+    which the family does not exist to the reason. `finite` is False if the input holds NaN or
+    infinity, which an exact oracle cannot take.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Family(NamedTuple):
         kind = np.dtype(dtype).name
         if kind in self.without:
             return f"{self.name} must have another dtype than {kind}, {self.without[kind]}"
-        for what, count, least in ("n", n, self.smallest_n), ("rows", rows, self.smallest_rows):
+        for size, count, least in ("n", n, self.smallest_n), ("rows", rows, self.smallest_rows):
             if count is not None and count < least:
-                return f"{self.name} must have {what} >= {least}, got {count}"
+                return f"{self.name} must have {size} >= {least}, got {count}"
         return ""
 
     def applies(self, dtype: Any, n: int) -> bool:
@@ -77,7 +77,7 @@ def make_case(
     n : int
         Elements of a row.
     rows : int, optional
-        Two, or as many as the family needs, if not given.
+        Default: two, or as many as the family needs.
     rng : Generator or int, default: 0
         Normalized by ``np.random.default_rng``; the same one gives the same case.
 
@@ -104,7 +104,7 @@ def make_case(
     rng, form = np.random.default_rng(rng), format_of(parse(dtype))
     with np.errstate(all="ignore"):
         made = family.make(_Draw(form, (rows, n), rng))
-        # Parts that the family does not make are drawn.
+        # Default parts, for those that the family does not make.
         parts: Parts = {
             "gamma": 1 + 0.1 * rng.standard_normal(n), "beta": 0.1 * rng.standard_normal(n),
             "dy": rng.standard_normal((rows, n)), "eps": 1e-5,
@@ -115,7 +115,7 @@ def make_case(
 
 
 def _cast(value: Any, form: Format) -> Array:
-    """Round to a format, keeping what is meant to be finite finite."""
+    """Round to a format; finite values stay finite, clipped to its largest number."""
     value = np.asarray(value, np.float64)
     clipped = np.clip(value, -form.largest, form.largest)
     return np.asarray(np.where(np.isinf(value), value, clipped), form.dtype)
@@ -127,18 +127,18 @@ def _put(x: Array, columns: Any, values: Any, rows: Any = slice(None)) -> Array:
 
 
 class _Draw:
-    """The parts of inputs: a format `f` of `p` bits, its ulp of 1, its smallest number, a shape."""
+    """Draws parts of inputs: a format `f` of `p` bits, its ulp at 1, its smallest number, a shape."""
 
     def __init__(self, f: Format, shape: tuple[int, int], rng: Random):
         self.f, self.p, self.shape, self.rng = f, f.digits, shape, rng
         self.rows, self.n = shape
         self.ulp, self.tiny = 2.0 ** (1 - self.p), 2.0 ** (f.emin - self.p + 1)
-        # The number of the column, for each element.
+        # The column of each element.
         self.j = np.tile(np.arange(self.n), (self.rows, 1))
 
     @property
     def v(self) -> Array:
-        """Normal numbers of this shape, others each time."""
+        """Normal numbers of this shape; every use draws anew."""
         return self.rng.standard_normal(self.shape)
 
     def rounded(self, v: Array) -> Array:
@@ -146,7 +146,7 @@ class _Draw:
         return _cast(v, self.f).astype(np.float64)
 
     def xhat(self, x: Array, eps: float) -> Array:
-        """The textbook formula in float64, of `x` rounded: good enough to build an input from."""
+        """The textbook xhat of the rounded `x`, in float64: good enough to build an input from."""
         x = self.rounded(x)
         centered = x - x.mean(axis=-1, keepdims=True)
         xhat: Array = centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
@@ -159,7 +159,7 @@ class _Draw:
 
     def cancelling_beta(self) -> Parts:
         x, gamma = self.v, 1 + 0.1 * self.rng.standard_normal(self.n)
-        # xhat of the first row: the others cancel less.
+        # beta cancels xhat of the first row; other rows cancel less.
         return {"x": x, "gamma": gamma, "beta": -self.rounded(gamma) * self.xhat(x, 1e-5)[0]}
 
     def near_the_mean(self) -> Parts:
@@ -181,15 +181,15 @@ class _Draw:
 
     def shuffled(self) -> Parts:
         """Rows hold the same numbers: sorted, reversed, then shuffled."""
-        # Rounded first: equal elements have equal dy, whichever comes first.
+        # Round first: equal elements then have equal dy.
         base = np.sort(self.rounded(3 + self.rng.standard_normal(self.n)))
         x = np.stack([base, base[::-1], *(self.rng.permutation(base) for _ in range(self.rows))])
         x = x[: self.rows]
         return {"x": x, "gamma": 1.0, "beta": np.zeros(self.n), "dy": np.cos(x)}
 
 
-# The fields of each `Family`. The smallest n is 8 where one marked element needs a row around it. x is
-# drawn first, and dy beside it.
+# The fields of each `Family`. The smallest n is 8 where one marked element needs a row around it. The
+# order of draws matters: x comes before dy.
 # fmt: off
 _ALL: tuple[tuple[Any, ...], ...] = (
     ("F01", "mean 0, std 1", lambda c: c.v),
@@ -221,7 +221,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
     ("F18", "exponentials of normal numbers", lambda c: np.exp((2 if c.f is FLOAT16 else 6) * c.v)),
     ("F19", "one outlier of 1024", lambda c: _put(c.v, 5, 2.0**10), 8),
     ("F20", "one outlier of 2^p", lambda c: _put(c.v, 5, 2.0 ** min(c.p, c.f.emax - 1)), 8),
-    # In float16 it would be 2^9, less than that of F19: float32 holds its square.
+    # No float16: its outlier would be 2^9, less than that of F19, and float32 holds its square.
     ("F21", "one outlier whose square overflows",
      lambda c: _put(c.v, 5, 2.0 ** (c.f.emax // 2 + 2)), 8, 1,
      {"float16": "whose squares do not overflow in float32"}),

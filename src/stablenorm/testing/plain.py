@@ -1,26 +1,26 @@
 """
 The layer norm that everybody writes, a two-pass formula in the precision of its input, and its RMS norm.
 
-It is here to be measured, so that a table can say what it would have returned. Its weak points:
-the rounded mean, squares that overflow or underflow, sums over rows in the dtype of the data.
+Tables measure it beside ours. Its weak points are the rounded mean, squares that overflow or
+underflow, and sums over rows in the dtype of the data.
 """
 
 import numpy as np
 
 from stablenorm.types import Array
 
-Given = Array | None
-Cache = tuple[Given, Array, Array]
+Maybe = Array | None
+Cache = tuple[Maybe, Array, Array]
 
 
 def plain_forward(
-    x: Array, gamma: Given = None, beta: Given = None, eps: float = 1e-5, kind: str = "layer"
+    x: Array, gamma: Maybe = None, beta: Maybe = None, eps: float = 1e-5, kind: str = "layer"
 ) -> tuple[Array, Cache]:
     """
     Normalize the last axis of `x` in float32, or float64 if `x` has that.
 
     16-bit types are computed in float32, as most implementations do. y has the dtype of `x`; the
-    cache, for `plain_backward`, is gamma, xhat and rstd. Of kind "rms", nothing is subtracted.
+    cache, for `plain_backward`, is gamma, xhat and rstd. Kind "rms" subtracts no mean.
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):

@@ -1,7 +1,7 @@
 """
-Rows that went wrong in public: the inputs of issue threads, and what was right.
+Rows that went wrong in public: the inputs of issue threads, and the right results.
 
-Where a thread gives a recipe with random numbers, the rows are drawn by it, from one fixed seed.
+If a thread gives a recipe with random numbers, the recipe draws the rows, from one fixed seed.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ PUBLISHED = (
     Published("onnxruntime 28463", "40000 to 40003: NaN", 40_000 + _steps, _spread, 4),
     Published("onnxruntime 28463, tvm 19592", "80000 to 80003", 80_000 + _steps, _spread, 4),
     Published("onnxruntime 21935", "256 of 1234: NaN", 1234 * _ones((1, 256)), (0.0,) * 256, 7),
-    # std 496 is var 246 000: what float16 cannot hold.
+    # std 496 is var 246 000, too large for float16.
     Published("onnxruntime 17692", "float16, std 496", 496 * _rng.standard_normal((4, 96))),
     Published("pytorch 51102", "2000 + N, n = 4", 2000 + _rng.standard_normal((64, 4))),
     Published("pytorch 40302", "100 + 0.01 N", 100 + 0.01 * _rng.standard_normal((8, 500))),
