@@ -38,7 +38,6 @@ class Norm(NamedTuple):
     kind: str = "layer"
     # y = (gamma + gamma_offset) * xhat + beta, the sum exact.
     gamma_offset: float = 0.0
-    # "fast" or "nearest".
     rounding: str = "fast"
 
 
