@@ -1,10 +1,10 @@
 """
-How far every element is from the exact one, over the families of hard inputs: `make accuracy`.
+The error of every element, over the families of hard inputs: `make accuracy`.
 
-Runs the families of `stablenorm.testing` through the package, with both roundings, judges all by the
-exact oracle, keeps its tables in benchmarks/results/accuracy.json, and writes docs/evidence/accuracy.md;
-with `--render` from the file alone. Exit status 1 if an element breaks the contract; the page is then
-written all the same, and says so. Five minutes.
+The exact oracle judges the families of `stablenorm.testing`, with both roundings. The tables go to
+benchmarks/results/accuracy.json and docs/evidence/accuracy.md; `--render` reads the file instead of
+measuring. The exit status is 1 if an element breaks the contract; the page is written all the same, and
+says so. Five minutes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 N, ROWS = 768, 4
 LENGTHS = (1, 2, 3, 17)
 LONG, MANY = 65_536, 10_000
-# Families in which a row of 65 536 differs from one of 768: means, offsets, overflow, cancellation.
+# Families for which a row of 65 536 is harder than one of 768: means, offsets, overflow, cancellation.
 TELLING = ("F01", "F04", "F09", "F13", "F16", "F18", "F20", "F28b", "F31")
 ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
 FINITE = [family for family in FAMILIES.values() if family.finite]
 
 
 class Job(NamedTuple):
-    """A family in a dtype, and which of its outputs are judged."""
+    """A family in a dtype and a shape, and the outputs to judge."""
 
     family: str
     dtype: str
@@ -49,58 +49,56 @@ class Judged(NamedTuple):
 
     job: Job
     output: str
-    # The limit; the worst element within it, in ulp; how many cancel beyond it, and the largest
-    # share of c S that one of those used; how many are not the nearest float.
+    # In ulp, and so is the largest error within it.
     limit: float
     passed: bool
     within: float
+    # Elements that cancel and exceed the limit, and the largest share of c S that one of them used.
     beyond: int
     share: float
+    # Elements that are not the nearest float, and those under rounding="nearest", both CPU backends together.
     wrong: int
-    # The same of rounding="nearest", both CPU backends together.
     nearest: int
 
 
 def run(case: Any, job: Job, **options: Any) -> dict[str, Any]:
-    """Return these outputs of stablenorm."""
+    """Return the outputs of a job; None for gradients that are not judged."""
     forward, backward = FUNCTIONS[job.kind]
     y, cache = forward(case.x, case.gamma, case.beta, case.eps, **options)
-    asked: list[Any] = [d[1:] for d in job.outputs if d != "y"]
-    gradients = backward(case.dy, cache, wrt=asked)
+    wrt: list[Any] = [name[1:] for name in job.outputs if name != "y"]
+    gradients = backward(case.dy, cache, wrt=wrt)
     return dict(zip(OUTPUTS, (y, *gradients), strict=True))
 
 
 def judge(job: Job) -> list[Judged]:
-    """Judge one job."""
+    """Judge the outputs of one job."""
     case = make_case(job.family, parse(job.dtype), job.n, job.rows)
     exact = ORACLES[job.kind](*case)
     ours = run(case, job)
-    others = [run(case, job, rounding="nearest", backend=name) for name in ("native", "numpy")]
-    found = []
+    runs = [run(case, job, rounding="nearest", backend=name) for name in ("native", "numpy")]
+    judged = []
     for name in job.outputs:
         contract = exact.check_contract(**{name: ours[name]})[name]
         errors = exact.ulp_errors(**{name: ours[name]})[name]
         inside = errors <= contract.limit_ulp
-        wrong = round(contract.misrounded * errors.size)
-        bits, missed = ours[name].tobytes(), 0
-        for each in others:
-            # The same bits are judged already.
-            if each[name].tobytes() == bits:
+        wrong, missed = round(contract.misrounded * errors.size), 0
+        for outputs in runs:
+            # Equal bits have the same verdict: most calls of the oracle are saved.
+            if outputs[name].tobytes() == ours[name].tobytes():
                 missed += wrong
             else:
-                again = exact.check_contract(**{name: each[name]})[name]
+                again = exact.check_contract(**{name: outputs[name]})[name]
                 missed += round(again.misrounded * errors.size)
-        judged = Judged(
+        judged.append(Judged(
             job, name, contract.limit_ulp, contract.passed,
             float(np.max(errors, where=inside, initial=0)), contract.second_term,
             contract.worst_excess, wrong, missed,
-        )  # fmt: skip
-        found.append(judged)
-    return found
+        ))  # fmt: skip
+    return judged
 
 
 def jobs() -> Iterable[Job]:
-    """Every family in every dtype; other lengths; sums over many rows."""
+    """Yield every family in every dtype, in other lengths, and with sums over many rows."""
     sums = ("dgamma", "dbeta")
     for dtype in KINDS:
         for family in FINITE:
@@ -108,36 +106,36 @@ def jobs() -> Iterable[Job]:
             yield Job(family.name, dtype, N, ROWS, OUTPUTS, "rms")
             if family.name in TELLING:
                 yield Job(family.name, dtype, LONG, 1, ("y", "dx"))
-            # No longer than the families with several marked elements need.
+            # The families with several marked elements need 10 columns.
             yield Job(family.name, dtype, 10, MANY, sums)
 
 
 def measure() -> dict[str, Any]:
-    """Judge the jobs that exist, two processes at a time."""
-    every = [
+    """Judge all jobs whose family has such a case, two processes at a time."""
+    possible = [
         job for job in jobs() if not FAMILIES[job.family].why_not(parse(job.dtype), job.n, job.rows)
     ]
     with ProcessPoolExecutor(2) as pool:
-        judged = [judged for each in pool.map(judge, every, chunksize=4) for judged in each]
-    failed = [str(each) for each in judged if each.nearest or not each.passed]
-    return {"origin": origin(), "tables": tables(judged), "failed": failed}
+        judged = [j for outputs in pool.map(judge, possible, chunksize=4) for j in outputs]
+    failed = [str(j) for j in judged if j.nearest or not j.passed]
+    return {"origin": origin(), "tables": make_tables(judged), "failed": failed}
 
 
 def verdicts(
-    found: Sequence[Judged], heads: Sequence[str], key: Callable[[Judged], tuple[Any, ...]]
+    judged: Sequence[Judged], heads: Sequence[str], key: Callable[[Judged], tuple[Any, ...]]
 ) -> str:
-    """For each group: the worst, those that cancel, what they used, those not the nearest float."""
+    """Return a table of errors and counts, one line for each group of outputs with the same key."""
     groups: dict[tuple[Any, ...], list[Judged]] = {}
-    for judged in found:
-        groups.setdefault(key(judged), []).append(judged)
+    for j in judged:
+        groups.setdefault(key(j), []).append(j)
     lines = []
-    for words, here in groups.items():
-        beyond = sum(j.beyond for j in here)
+    for words, group in groups.items():
+        beyond = sum(j.beyond for j in group)
         lines.append((
-            *words, f"{max(j.within for j in here):.3f}", beyond or "",
-            f"{max(j.share for j in here):.2g}" if beyond else "", sum(j.wrong for j in here),
-            sum(j.nearest for j in here),
-            "yes" if all(j.passed for j in here) else "**NO**",
+            *words, f"{max(j.within for j in group):.3f}", beyond or "",
+            f"{max(j.share for j in group):.2g}" if beyond else "", sum(j.wrong for j in group),
+            sum(j.nearest for j in group),
+            "yes" if all(j.passed for j in group) else "**NO**",
         ))  # fmt: skip
     head = ("worst error, ulp", "cancel beyond the limit", "largest share of c S",
             "not the nearest float", "with nearest", "contract kept")  # fmt: skip
@@ -145,21 +143,21 @@ def verdicts(
 
 
 def family_table(main: Sequence[Judged]) -> str:
-    """One line a family: the worst error in each dtype."""
+    """Return a table of the worst error in each dtype, one line a family."""
     lines = []
     for family in FINITE:
-        here = [j for j in main if j.job.family == family.name]
-        ours = [max((j.within for j in here if j.job.dtype == d), default=None) for d in KINDS]
-        words = ["" if worst is None else f"{worst:.3f}" for worst in ours]
+        own = [j for j in main if j.job.family == family.name]
+        errors = [max((j.within for j in own if j.job.dtype == d), default=None) for d in KINDS]
+        words = ["" if error is None else f"{error:.3f}" for error in errors]
         lines.append((f"{family.title} <small>{family.name}</small>", *words))
     return table(("x", *KINDS), lines)
 
 
-def tables(every: Sequence[Judged]) -> dict[str, str]:
-    """Return what is kept: the tables of the page."""
-    main = [j for j in every if j.job.n == N and j.job.kind == "layer"]
-    rms = [j for j in every if j.job.kind == "rms"]
-    others = sorted((j for j in every if j.job.n != N), key=lambda j: (j.job.rows, j.job.n))
+def make_tables(judged: Sequence[Judged]) -> dict[str, str]:
+    """Return the tables of the page, by name."""
+    main = [j for j in judged if j.job.n == N and j.job.kind == "layer"]
+    rms = [j for j in judged if j.job.kind == "rms"]
+    others = sorted((j for j in judged if j.job.n != N), key=lambda j: (j.job.rows, j.job.n))
     of_output = lambda j: (j.job.dtype, j.output, f"{j.limit:g}")
     of_size = lambda j: (j.job.n, j.job.rows, j.job.dtype)
     heads = "dtype", "output", "limit"
@@ -171,12 +169,12 @@ def tables(every: Sequence[Judged]) -> dict[str, str]:
     }
 
 
-def page(found: dict[str, Any]) -> str:
-    """docs/evidence/accuracy.md."""
-    made, kept = found["origin"], found["tables"]
+def page(results: dict[str, Any]) -> str:
+    """Return docs/evidence/accuracy.md."""
+    tables = results["tables"]
     return f"""# Accuracy
 
-{origin_line("make accuracy", made)}
+{origin_line("make accuracy", results["origin"])}
 
 Every element of y, dx, dgamma and dbeta is within a limit of the exact result for the given floats.
 The limit is 0.501 ulp; for float64 it is 0.75 ulp for dx and 0.51 ulp for dgamma and dbeta. An element
@@ -189,7 +187,7 @@ that NaN does not leave its row.
 
 ## Verdict
 
-{kept["main"]}
+{tables["main"]}
 
 The columns "cancel beyond the limit" and "largest share of c S" are about elements that cancel. The first counts those
 that exceed the limit. The second is the largest part of c S that any of them used; 1 would be all of it. In some families
@@ -202,14 +200,14 @@ backends together. The promise is that there are none.
 
 The same families, n = {N}, through `rms_norm_forward` and `rms_norm_backward`.
 
-{kept["rms"]}
+{tables["rms"]}
 
 ## Other lengths, and many rows
 
-The same counts, over all outputs of all families that exist at this size. At n = {LONG} they are y and dx of \
-{len(TELLING)} families, and at {MANY} rows dgamma and dbeta.
+The same counts, over all outputs of all families that exist at this size. At n = {LONG} the counts are over y and dx \
+of {len(TELLING)} families, and at {MANY} rows over dgamma and dbeta.
 
-{kept["others"]}
+{tables["others"]}
 
 ## The nearest float, or nearly
 
@@ -224,16 +222,16 @@ The worst error of all outputs, in ulp, for each dtype. Elements that cancel bey
 [Numerical stability](../explanation/stability.md) measures what other libraries and the plain formula lose on such
 inputs.
 
-{kept["families"]}
+{tables["families"]}
 """
 
 
 def main() -> int:
-    """Measure or read, write, and report what failed."""
-    found = keep("accuracy", __doc__, measure)
-    write("accuracy", page(found))
-    print(*found["failed"], sep="\n")
-    return 1 if found["failed"] else 0
+    """Measure or read, write the page, and print the outputs that failed."""
+    results = keep("accuracy", __doc__, measure)
+    write("accuracy", page(results))
+    print(*results["failed"], sep="\n")
+    return int(bool(results["failed"]))
 
 
 if __name__ == "__main__":

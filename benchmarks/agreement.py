@@ -1,7 +1,7 @@
 """
-Agree, then time: no candidate is timed on a problem where its results are not those of the others.
+Agree, then time: a candidate is timed on a problem only if its results are right there.
 
-Ours must keep the accuracy contract, by the exact oracle; a peer must be as near as its precision allows.
+The exact oracle checks that ours keep the accuracy contract. A peer must be as near as its precision allows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from stablenorm import exact_layer_norm
 from stablenorm.timing import Problem
 from stablenorm.types import Array
 
-# Elements of ours that the oracle judges, in rows that are a problem of their own, in a quarter of a second; and
-# rows of which the sizes are looked at.
-_JUDGED, _SOME_ROWS = 2**13, 256
-# Beyond so many elements y and dx of a peer are compared in these rows alone.
+# Elements of ours that the oracle judges: a quarter of a second. Rows in which magnitudes are measured.
+_JUDGED, _SAMPLED_ROWS = 2**13, 256
+# Arrays y and dx of a peer with more elements are compared in the sampled rows alone.
 _ALL = 2**25
 # Units of rounding: a two-pass formula makes about ten roundings on the way to an element, each
-# up to the magnitude that `scales` says, and they do not all add up.
+# up to the magnitude that `scales` returns. They do not all add up.
 _ROUNDINGS = 16
 
 
 class DisagreementError(Exception):
-    """Ours break the accuracy contract: nothing that is timed would mean anything."""
+    """Our results break the accuracy contract, so a time would mean nothing."""
 
 
 def check_ours(problem: Problem) -> dict[str, Array]:
-    """Return our results; raise if those of some rows break the contract."""
+    """Return our results; DisagreementError if sampled rows, as a problem of their own, break the contract."""
     count = max(1, _JUDGED // problem.x.shape[-1])
     part = problem._replace(x=_rows_of(problem.x, count), dy=_rows_of(problem.dy, count))
     exact = exact_layer_norm(*part[:3], EPS, part.dy)
@@ -43,7 +42,7 @@ def check_ours(problem: Problem) -> dict[str, Array]:
 
 
 def check_peer(calls: Calls, problem: Problem, right: dict[str, Array]) -> float:
-    """Return the largest part of its tolerance that a peer uses: up to 1 it agrees."""
+    """Return the largest part of the tolerance that a peer uses; up to 1 the peer agrees."""
     allowed = scales(problem)
     used = 0.0
     for name, actual in calls.results().items():
@@ -55,39 +54,39 @@ def check_peer(calls: Calls, problem: Problem, right: dict[str, Array]) -> float
 
 
 def scales(problem: Problem) -> dict[str, float]:
-    """Return the magnitudes that the roundings of a formula without corrections are relative to."""
+    """Return the magnitude of the terms of each result; a plain formula rounds relative to it."""
     n = problem.x.shape[-1]
     x, dy, gamma, beta = (
         array.astype(np.float32)
         for array in (_rows_of(problem.x), _rows_of(problem.dy), *problem[1:3])
     )
-    # Rows of few elements may nearly coincide: rstd, up to 316, then multiplies every rounding.
+    # The elements of a short row may nearly coincide: rstd, up to 316, then multiplies every rounding.
     rstd = float((x.astype(np.float64).var(axis=-1).min(initial=np.inf) + EPS) ** -0.5)
     if n < 64:
-        # Among all rows there are closer ones than among those looked at.
+        # Rows outside the sample may be narrower still.
         rstd = EPS**-0.5
     xhat = rstd * float(np.abs(x).max())
     largest = float(np.abs(dy).max())
     rows = problem.x.size // n
     return {
         "y": float(np.abs(gamma).max()) * xhat + float(np.abs(beta).max()),
-        # Twice: g and the two means taken from it; one of them is multiplied by xhat.
+        # The factor 2 is for g and the two means subtracted from it; xhat multiplies one of them.
         "dx": rstd * float(np.abs(gamma).max()) * largest * 2 * min(xhat, n**0.5),
-        # Terms of N(0, 1) x N(0, 1) added one by one: partial sums are below sqrt(rows), and so
-        # many roundings of them add up to `rows`, give or take; a few rows may hold a large term.
+        # Terms of N(0, 1) x N(0, 1) are added one by one: partial sums are below sqrt(rows), and
+        # their roundings add up to about `rows`. A few rows may have a large term.
         "dgamma": largest * (rows + min(xhat, 2 * n**0.5) * rows**0.5),
         "dbeta": largest * (rows + rows**0.5),
     }
 
 
-def _rows_of(array: Array, count: int = _SOME_ROWS) -> Array:
-    """Return rows of the last axis, evenly spaced, the first and the last among them."""
+def _rows_of(array: Array, count: int = _SAMPLED_ROWS) -> Array:
+    """Return evenly spaced rows along the last axis, the first and the last included."""
     rows = array.reshape(-1, array.shape[-1])
     return rows[np.unique(np.linspace(0, len(rows) - 1, count).astype(np.intp))]
 
 
 def _used(expected: Array, actual: Array, scale: float) -> float:
-    """Return the largest difference, in units of what is allowed; NaN counts as all of it."""
+    """Return the largest difference, in units of the tolerance; NaN counts as infinite."""
     kind: Any = ml_dtypes.finfo(expected.dtype)  # type: ignore[no-untyped-call]
     allowed = scale * float(kind.eps) / 2 + float(kind.smallest_subnormal)
     off = np.abs(np.subtract(expected, actual, dtype=np.float64, casting="unsafe"))

@@ -2,8 +2,8 @@
 Speed, beside PyTorch, JAX, ONNX Runtime and plain NumPy: `make bench`.
 
 Checks agreement, times forward and backward, and writes benchmarks/results/bench.json,
-docs/evidence/performance.md and the block of README; with `--render` from the file alone. Exit status
-1 if ours disagree with the reference.
+docs/evidence/performance.md and the table of README; `--render` reads the file instead of measuring.
+The exit status is 1 if our results break the accuracy contract.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from stablenorm.timing import Timing, measure_copy
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 THREADS = 2
-# This suite is a process of its own, with another malloc.
+# A suite of a process of its own, with jemalloc, which keeps freed pages.
 KEPT = "kept"
-# PyTorch's tuning guide has these, and long times of decay; without decay no page is ever returned:
+# PyTorch's tuning guide has these settings, with long times of decay; with -1 no page is ever returned:
 # https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
 JEMALLOC = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
@@ -38,8 +38,8 @@ JEMALLOC = (
 )
 
 
-def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
-    """Measure the cases of this malloc; what is known of the run, and its results."""
+def time_cases(with_jemalloc: bool) -> tuple[dict[str, Any], list[Result]]:
+    """Measure the cases of one malloc; return the origin and the agreement of the run, and its results."""
     set_num_threads(THREADS)
     peers, missing = load_peers(PEERS, THREADS)
     machine = measure_copy(THREADS)
@@ -47,11 +47,11 @@ def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
     agreement: dict[str, float] = {}
     refused: list[str] = []
     for case in make_cases():
-        if kept != (case.suite == KEPT):
+        if with_jemalloc != (case.suite == KEPT):
             continue
         print(*case, file=sys.stderr, flush=True)
-        found, used = measure_case(case, peers, THREADS, machine)
-        results += found
+        measured, used = measure_case(case, peers, THREADS, machine)
+        results += measured
         for peer, worst in used.items():
             if worst <= 1:
                 agreement[peer] = max(worst, agreement.get(peer, 0.0))
@@ -62,14 +62,14 @@ def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
 
 
 def print_kept() -> None:
-    """Measure what needs jemalloc, which is preloaded. As PyTorch's malloc, ours recycles nothing."""
+    """Measure the cases with jemalloc, which is preloaded; our recycling is off, as PyTorch has none."""
     set_idle_limit(0)
-    print(json.dumps(time_cases(kept=True)[1]))
+    print(json.dumps(time_cases(with_jemalloc=True)[1]))
 
 
 def measure() -> dict[str, Any]:
-    """Measure every case, those that need jemalloc in a process of its own."""
-    run, results = time_cases(kept=False)
+    """Measure every case, those with jemalloc in a process of its own."""
+    run, results = time_cases(with_jemalloc=False)
     library = ctypes.util.find_library("jemalloc")
     if library is None:
         run["kept"] = "jemalloc was not found; on Debian: apt-get install libjemalloc2"
@@ -86,19 +86,19 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure or read, write."""
+    """Measure or read, and write the page, the picture and README's table."""
     try:
-        found = keep("bench", __doc__, measure)
+        saved = keep("bench", __doc__, measure)
     except DisagreementError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     results = []
-    for suite, shape, dtype, way, copy, times in found["results"]:
-        spreads = {name: Timing(*each) for name, each in times.items()}
-        results.append(Result(suite, tuple(shape), dtype, way, copy, spreads))
-    put(DOCS / "evidence" / "performance.md", {"bench": page(found["run"], results)})
+    for suite, shape, dtype, direction, copy, times in saved["results"]:
+        timings = {name: Timing(*quartiles) for name, quartiles in times.items()}
+        results.append(Result(suite, tuple(shape), dtype, direction, copy, timings))
+    put(DOCS / "evidence" / "performance.md", {"bench": page(saved["run"], results)})
     draw_speed(speed_lines(results))
-    put(ROOT / "README.md", {"speed": readme_block(found["run"], results)})
+    put(ROOT / "README.md", {"speed": readme_block(saved["run"], results)})
     return 0
 
 

@@ -1,9 +1,9 @@
 """
 Pictures of the documentation: `make figures`.
 
-docs/_static/offset-light.svg and -dark.svg, of the first page: how many bits of y are right, over the mean of the row, for
-three ways to compute it. docs/figures/gradient_steps.svg: the error of a finite difference, over its step. `make bench` has
-docs/figures/speed.svg drawn here.
+docs/_static/offset-light.svg and -dark.svg, for the first page: the right bits of y over the mean of the row, for three
+methods. docs/figures/gradient_steps.svg: the error of a finite difference over its step. `make bench` draws
+docs/figures/speed.svg with `draw_speed`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stability_methods import normalize, one_pass
 from stablenorm import exact_layer_norm, layer_norm
 from stablenorm.testing import plain_backward, plain_forward
 
-# Each line: the method, its name, its dashes, the point at which the name stands, how far off
-# in points and on which side; then its color on a light page and on a dark one.
+# For each line: the method, its name, its dashes; the index of the offset at which the name stands, the distance
+# of the name in points, and its alignment; the colors on a light and on a dark page.
 LINES: tuple[tuple[Any, ...], ...] = (
     (
         lambda x: normalize(x, one_pass, 1e-5), "E[x²] - E[x]²", "-.", 6, (12, 0), "left",
@@ -40,7 +40,7 @@ LINES: tuple[tuple[Any, ...], ...] = (
     ),
 )  # fmt: skip
 INKS = {"light": "#222832", "dark": "#ced6dd"}
-# Elements of a row, and rows for each offset: the worst of 3000 elements. Bits of a float32.
+# Elements of a row, and rows for each offset, 3000 elements together. Bits of a float32.
 N, ROWS, BITS = 768, 4, 24
 OFFSETS = 2.0 ** np.arange(BITS + 1)
 STEPS = 10.0 ** np.arange(-11, -0.5, 0.25)
@@ -48,9 +48,9 @@ STEPS = 10.0 ** np.arange(-11, -0.5, 0.25)
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], ink: str) -> Iterator[Any]:
-    """Give axes to draw on, in one ink, and write them; the same curves are the same file."""
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12} | dict.fromkeys(inked, ink)
+    """Yield axes to draw on, with text and frame of color `ink`, then write the file; equal curves give equal files."""
+    keys = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12} | dict.fromkeys(keys, ink)
     with rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -61,14 +61,14 @@ def drawing(path: Path, size: tuple[float, float], ink: str) -> Iterator[Any]:
 
 
 def measure_offsets() -> list[list[float]]:
-    """Return for each line how many bits of y are right, over the offset."""
+    """Return for each line the right bits of y at each offset."""
     noise = np.random.default_rng(0).standard_normal((ROWS, N))
     curves: list[list[float]] = [[] for _ in LINES]
     for offset in OFFSETS:
         x = (offset + noise).astype(np.float32)
         expected = exact_layer_norm(x).rounded("y", np.float64)
         for curve, (method, *_) in zip(curves, LINES, strict=True):
-            # The worst error beside the largest y. NaN has no bit that is right.
+            # The largest error over the largest y. NaN counts as 0 bits.
             error = np.abs(method(x) - expected).max() / np.abs(expected).max()
             bits = -np.log2(error) if np.isfinite(error) else 0.0
             curve.append(float(np.clip(bits, 0, BITS)))
@@ -76,14 +76,14 @@ def measure_offsets() -> list[list[float]]:
 
 
 def draw_offsets(curves: list[list[float]], theme: str) -> None:
-    """Draw the three lines, each with its name on it: a legend would be far from them."""
+    """Draw the three lines, with their names beside them: a legend would be far away."""
     path = DOCS / "_static" / f"offset-{theme}.svg"
     with drawing(path, (6.4, 4.0), INKS[theme]) as axes:
-        for y, (method, name, dash, at, off, side, colors) in zip(curves, LINES, strict=True):
+        for bits, (method, name, dash, at, off, side, colors) in zip(curves, LINES, strict=True):
             width = 3.5 if method is layer_norm else 2.2
-            axes.plot(OFFSETS, y, dash, color=colors[theme], lw=width)
-            place = {"xytext": off, "textcoords": "offset points", "ha": side, "weight": "bold"}
-            axes.annotate(name, (OFFSETS[at], y[at]), color=colors[theme], **place)
+            axes.plot(OFFSETS, bits, dash, color=colors[theme], lw=width)
+            style = {"xytext": off, "textcoords": "offset points", "ha": side, "weight": "bold"}
+            axes.annotate(name, (OFFSETS[at], bits[at]), color=colors[theme], **style)
         axes.set_xscale("log", base=2)
         axes.set(
             xlabel="mean of the row, in standard deviations", ylabel="bits of y that are right",
@@ -93,23 +93,23 @@ def draw_offsets(curves: list[list[float]], theme: str) -> None:
 
 
 def measure_steps(x: Any) -> list[float]:
-    """Return the worst error of central differences of a layer norm, beside the largest dx, for each step."""
+    """Return for each step the largest error of central differences of a layer norm over the largest dx."""
     rng = np.random.default_rng(100)
     _, dy = rng.standard_normal((2, 4, 8))
     gamma, beta = 1 + 0.1 * rng.standard_normal(8), np.zeros(8)
     dx = plain_backward(dy, plain_forward(x, gamma, beta)[1])[0]
-    found, moves = [], np.eye(x.size).reshape(-1, *x.shape)
+    errors, moves = [], np.eye(x.size).reshape(-1, *x.shape)
     for step in STEPS:
-        ends = [
+        plus, minus = (
             (dy * plain_forward(x + s * moves, gamma, beta)[0]).sum((1, 2)) for s in (step, -step)
-        ]
-        numeric = ((ends[0] - ends[1]) / (2 * step)).reshape(x.shape)
-        found.append(float(np.abs(numeric - dx).max() / np.abs(dx).max()))
-    return found
+        )
+        numeric = ((plus - minus) / (2 * step)).reshape(x.shape)
+        errors.append(float(np.abs(numeric - dx).max() / np.abs(dx).max()))
+    return errors
 
 
 def draw_steps() -> None:
-    """Draw the V of two inputs, in inks for light and dark pages."""
+    """Draw the V of two inputs, in colors for light and dark pages."""
     z = np.random.default_rng(100).standard_normal((2, 4, 8))[0]
     lines = {
         "mean 0, std 1": (z, "-", "#2f86c9"),
@@ -123,12 +123,12 @@ def draw_steps() -> None:
 
 
 def draw_speed(lines: Mapping[tuple[str, str], list[tuple[int, float]]]) -> None:
-    """Draw by peer and direction, over the bytes of x, how many times as long as ours a peer takes."""
+    """Draw the time of each peer over ours, by direction, over the bytes of x."""
     looks = {"PyTorch": "#d5604f", "plain NumPy": "#2f86c9", "forward": "o-", "backward": "s--"}
     with drawing(DOCS / "figures" / "speed.svg", (6.4, 3.8), "#808890") as axes:
-        for (peer, way), points in lines.items():
-            name = f"{peer}, {way}"
-            axes.loglog(*zip(*points, strict=True), looks[way], color=looks[peer], label=name)
+        for (peer, direction), points in lines.items():
+            look = {"color": looks[peer], "label": f"{peer}, {direction}"}
+            axes.loglog(*zip(*points, strict=True), looks[direction], **look)
         axes.axhline(1, color="#808890", lw=1)
         axes.set(xlabel="bytes of x, float32", ylabel="their time over ours")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -136,7 +136,7 @@ def draw_speed(lines: Mapping[tuple[str, str], list[tuple[int, float]]]) -> None
 
 
 def main() -> None:
-    """Measure, and draw: the first picture twice."""
+    """Measure and draw, the first picture for light and for dark pages."""
     curves = measure_offsets()
     for theme in INKS:
         draw_offsets(curves, theme)

@@ -1,4 +1,4 @@
-"""Parts of all generated pages: medians, tables, numbers, the line of origin, markers."""
+"""The parts of generated pages: medians, tables, numbers, the line of origin, markers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 
 
 def processor() -> str:
-    """Return the processor's name, as the system gives it."""
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -31,7 +31,7 @@ def processor() -> str:
 
 
 def origin(peers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return date, machine and versions, to be kept with the figures."""
+    """Return date, machine and versions, to be stored with the figures."""
     versions = {"stablenorm": stablenorm.__version__, "Python": platform.python_version()}
     versions |= {"NumPy": np.__version__, "ml_dtypes": ml_dtypes.__version__, **(peers or {})}
     return {
@@ -43,7 +43,7 @@ def origin(peers: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def keep(name: str, doc: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Measure, and keep it in benchmarks/results; with `--render` on the command line, read that."""
+    """Return results: measured and stored in benchmarks/results or, with `--render`, read from there."""
     parser = argparse.ArgumentParser(description=(doc or "").strip().partition("\n\n")[0])
     parser.add_argument(
         "--render", action="store_true", help="no measurement: write the pages of the last run"
@@ -51,20 +51,20 @@ def keep(name: str, doc: str | None, measure: Callable[[], dict[str, Any]]) -> d
     path = HERE / "results" / f"{name}.json"
     if not parser.parse_args().render:
         path.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return kept
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return results
 
 
 def medians(
     calls: Mapping[str, Callable[[], Any]], rounds: int = 21, least: int = 5, limit: float = 2.0
 ) -> list[float]:
-    """Return seconds of each call, taken in turns."""
-    found = measure_interleaved(calls, rounds=rounds, least=least, limit=limit)
-    return [timing.median for timing in found.values()]
+    """Return the median seconds of each call, timed in turns."""
+    timings = measure_interleaved(calls, rounds=rounds, least=least, limit=limit)
+    return [timing.median for timing in timings.values()]
 
 
 def origin_line(command: str, made: Mapping[str, Any]) -> str:
-    """Say where, when and with what the figures were made."""
+    """Say when, on which machine and with which versions `command` made the figures."""
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     return (
         f"Measured by `{command}` on {made['date']}: {made['processor']}, {made['cpus']} cores; "
@@ -79,29 +79,29 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def digits(value: float, count: int = 2) -> str:
-    """Print so many significant digits, without an exponent."""
+    """Write a number with `count` significant digits, without an exponent."""
     rounded = float(f"{value:.{count}g}")
     return f"{rounded:.0f}" if abs(rounded) >= 10 ** (count - 1) else f"{rounded:g}"
 
 
 def unit_of(value: float) -> tuple[float, str]:
-    """Return the unit that fits so many seconds, and its name."""
+    """Return the unit for a time in seconds, and its name."""
     return next((u for u in ((1.0, "s"), (1e-3, "ms")) if value >= u[0]), (1e-6, "us"))
 
 
 def seconds(value: float) -> str:
-    """Two digits, in the unit that fits."""
+    """Write a time in two digits, with its unit."""
     size, unit = unit_of(value)
     return f"{digits(value / size)} {unit}"
 
 
-def write(page: str, text: str) -> None:
-    """Write a page of docs/evidence as a whole."""
-    (DOCS / "evidence" / f"{page}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+def write(name: str, text: str) -> None:
+    """Write a whole page of docs/evidence."""
+    (DOCS / "evidence" / f"{name}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def put(path: Path, parts: Mapping[str, str]) -> None:
-    """Put each part between its markers in a page that a person writes."""
+    """Put each part between its markers in a hand-written page."""
     page = path.read_text(encoding="utf-8")
     for name, text in parts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

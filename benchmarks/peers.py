@@ -1,7 +1,7 @@
 """
-The peers: one function each, that loads one library and returns how to call it as its users do.
+The peers: each loader imports one library and returns calls as its users make them.
 
-They are imported by name, so that the type checker's environment need not hold them all.
+Libraries are imported by name, so the type checker's environment need not contain them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Calls(NamedTuple):
     """The calls of one implementation on one problem, and their results."""
 
     forward: Callable[[], Any]
-    # None: the library has none.
+    # None for a library without a backward.
     backward: Callable[[], Any] | None
-    # y, and what there is of dx, dgamma, dbeta.
+    # By name: y and, with a backward, dx, dgamma and dbeta.
     results: Callable[[], dict[str, Array]]
     # Other ways to call the forward, by name.
     other: dict[str, Callable[[], Any]] = {}  # noqa: RUF012
@@ -47,21 +47,21 @@ class Peer(NamedTuple):
 
 
 def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
-    """Return by name what can be loaded, and of each other one what was raised."""
-    found, missing = {}, {}
+    """Return by name the loaded libraries, and the error message of each one that fails to load."""
+    loaded, missing = {}, {}
     for name, load in loaders.items():
         try:
-            found[name] = load()
+            loaded[name] = load()
         # A broken installation may raise anything.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return found, missing
+    return loaded, missing
 
 
 def load_peers(names: Iterable[str], threads: int = 0) -> tuple[list[Peer], dict[str, str]]:
-    """Return the peers that can be imported, and of each other one what was raised."""
-    found, missing = load_all({name: partial(LOADERS[name], threads) for name in names})
-    return list(found.values()), missing
+    """Return the peers that can be imported, and the error message of each other one."""
+    peers, missing = load_all({name: partial(LOADERS[name], threads) for name in names})
+    return list(peers.values()), missing
 
 
 def _named(arrays: Iterable[Array]) -> dict[str, Array]:
@@ -75,17 +75,15 @@ def _torch(threads: int) -> Peer:
         torch.set_num_threads(threads)
 
     def tensor(array: Array) -> Any:
-        """Share memory; NumPy's bfloat16 is known by its bits alone."""
+        """Return a tensor that shares memory; PyTorch knows NumPy's bfloat16 by its bits alone."""
         if array.dtype == bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    def back(result: Any) -> Array:
-        if result.dtype == torch.bfloat16:
-            bits: Array = result.view(torch.int16).numpy()
-            return bits.view(bfloat16)
-        array: Array = result.numpy()
-        return array
+    def to_numpy(result: Any) -> Array:
+        is_narrow = result.dtype == torch.bfloat16
+        array: Array = (result.view(torch.int16) if is_narrow else result).numpy()
+        return array.view(bfloat16) if is_narrow else array
 
     def make(problem: Problem, eps: float) -> Calls:
         x, gamma, beta, dy = map(tensor, problem[:4])
@@ -102,9 +100,9 @@ def _torch(threads: int) -> Peer:
             return pull(dy, x, shape, mean, rstd, gamma, beta, [True, True, True])
 
         def results() -> dict[str, Array]:
-            # The statistics again: a setting of the processor may have changed meanwhile.
-            y, *kept = forward()
-            return _named(back(array) for array in (y, *backward(*kept)))
+            # Fresh statistics: a setting of the processor may have changed since the first forward.
+            y, *statistics = forward()
+            return _named(map(to_numpy, (y, *backward(*statistics))))
 
         return Calls(forward, backward, results, {"PyTorch F.layer_norm": plain})
 
@@ -113,7 +111,7 @@ def _torch(threads: int) -> Peer:
 
 def _jax(name: str, standardize: bool, dtypes: tuple[str, ...]) -> Callable[[int], Peer]:
     def load(_: int) -> Peer:
-        # Its pool has as many threads as the process may use cores; it has no number to set.
+        # JAX has a thread for each core that the process may use, and no setting for their number.
         jax: Any = importlib.import_module("jax")
         jnp: Any = importlib.import_module("jax.numpy")
 
@@ -125,18 +123,18 @@ def _jax(name: str, standardize: bool, dtypes: tuple[str, ...]) -> Callable[[int
             var = jnp.mean(centered * centered, axis=-1, keepdims=True)
             return (gamma * centered * jax.lax.rsqrt(var + eps) + beta).astype(x.dtype)
 
-        alone = jax.jit(layer_norm)
-        # The pull-back crosses the border of jit with what it keeps: nothing is computed twice.
-        keeping = jax.jit(lambda *a, eps: jax.vjp(lambda x, g, b: layer_norm(x, g, b, eps), *a))
+        jitted = jax.jit(layer_norm)
+        # jit can return the pull-back with its saved values: the backward repeats no forward.
+        with_pull = jax.jit(lambda *a, eps: jax.vjp(lambda x, g, b: layer_norm(x, g, b, eps), *a))
         pull_back = jax.jit(lambda pull, dy: pull(dy))
 
         def make(problem: Problem, eps: float) -> Calls:
             *parameters, dy = (jax.device_put(a, jax.devices("cpu")[0]) for a in problem[:4])
             eps32 = np.float32(eps)
-            _, pull = keeping(*parameters, eps=eps32)
+            _, pull = with_pull(*parameters, eps=eps32)
 
             def forward() -> Any:
-                return jax.block_until_ready(alone(*parameters, eps32))
+                return jax.block_until_ready(jitted(*parameters, eps32))
 
             def backward() -> Any:
                 return jax.block_until_ready(pull_back(pull, dy))
@@ -163,7 +161,7 @@ def _onnxruntime(threads: int) -> Peer:
         values = {k: helper.make_tensor_value_info(k, float32, s) for k, s in shapes.items()}
         node = helper.make_node("LayerNormalization", list(inputs), ["y"], axis=-1, epsilon=eps)
         graph = helper.make_graph([node], "g", [values[name] for name in inputs], [values["y"]])
-        # Opset 17 has the operator first; with it goes the version 8 of the format.
+        # Opset 17 is the first with this operator; it goes with version 8 of the format.
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads
@@ -180,21 +178,20 @@ def _onnxruntime(threads: int) -> Peer:
     return Peer("ONNX Runtime", runtime.__version__, ("float32",), make)
 
 
-def of_pair(name: str, made: str, forward: Callable[..., Any], backward: Any) -> Peer:
-    """Return a peer that is a pair of functions like ours: forward(*args) -> (y, cache)."""
+def of_pair(name: str, version: str, forward: Callable[..., Any], backward: Any) -> Peer:
+    """Return a peer of two functions like ours: forward(*args) -> (y, cache), backward(dy, cache)."""
 
     def make(problem: Problem, eps: float) -> Calls:
         run = partial(forward, *problem[:3], eps)
         pull = partial(backward, problem.dy, run()[1])
         return Calls(run, pull, lambda: _named((run()[0], *pull())))
 
-    return Peer(name, made, DTYPES, make)
+    return Peer(name, version, DTYPES, make)
 
 
-def ours(backend: Any = None) -> Peer:
-    """Return the package, by one of its backends."""
-    forward = partial(layer_norm_forward, backend=backend)
-    return of_pair(OURS, __version__, forward, layer_norm_backward)
+def ours() -> Peer:
+    """Return the package with its default backend."""
+    return of_pair(OURS, __version__, layer_norm_forward, layer_norm_backward)
 
 
 LOADERS: dict[str, Callable[[int], Peer]] = {

@@ -1,7 +1,7 @@
 """
 The cost of rounding="nearest", beside fast and on hard inputs: `make rounding`.
 
-Writes benchmarks/results/rounding.json and docs/evidence/rounding.md, and exits with 1 if two ways to the same
+Writes benchmarks/results/rounding.json and docs/evidence/rounding.md. The exit status is 1 if two ways to the same
 results differ in an element. Seven minutes, alone on the machine.
 """
 
@@ -27,18 +27,18 @@ from stablenorm.timing import ROUNDINGS
 
 NARROW = ("float32", "bfloat16", "float16")
 THREADS = os.cpu_count() or 1
-# In the cache of one core, and of 256 MiB.
+# Shapes that fit the cache of one core, and the bytes of a large x: 256 MiB.
 SMALL = [(2**16 // n, n) for n in (256, 512, 1024, 2048, 4096)]
 LARGE = 2**28
 ROWS, N = 64, 1024
-# Elements of x for which float64 and pairs are compared, seconds in which the backends are.
-PAIRS, COMPARED = 2 * 10**9, 30
+# Elements of x for the comparison of float64 with double-double, seconds for that of the backends.
+ELEMENTS, SECONDS = 2 * 10**9, 30
 
 
 def run(case: Case, backend: Any = None, kind: str = "layer", *, pairs: bool = False) -> Any:
-    """Return y, dx, dgamma and dbeta; a beta of float64 makes pairs of all, and then dbeta is left out."""
+    """Return y, dx, dgamma and dbeta, or with `pairs`, by a beta of float64, all but dbeta in double-double."""
     forward, backward = FUNCTIONS[kind]
-    # A beta makes pairs of the sums of an RMS norm, too.
+    # An RMS norm has a beta only to compute in double-double.
     beta = case.beta if kind == "layer" or pairs else None
     if pairs:
         beta = (0 * case.beta if kind == "rms" else case.beta).astype(np.float64)
@@ -47,11 +47,11 @@ def run(case: Case, backend: Any = None, kind: str = "layer", *, pairs: bool = F
 
 
 def draw(rng: np.random.Generator, dtype: Any, rows: int, n: int = N) -> Case:
-    """Return N(0, 1)."""
+    """Draw x, dy, gamma and beta from N(0, 1)."""
     kind = parse(dtype)
-    drawn = np.float64 if dtype == "float64" else np.float32
+    wide = np.float64 if dtype == "float64" else np.float32
     x, dy, (gamma, beta) = (
-        rng.standard_normal((k, n), dtype=drawn).astype(kind) for k in (rows, rows, 2)
+        rng.standard_normal((k, n), dtype=wide).astype(kind) for k in (rows, rows, 2)
     )
     return Case(x, gamma, beta, 1e-5, dy)
 
@@ -63,68 +63,61 @@ def ratios(shape: tuple[int, ...], dtype: str, threads: int = THREADS) -> tuple[
     x, gamma, beta, eps, dy = draw(np.random.default_rng(0), dtype, rows, n)
     x, dy = x.reshape(shape), dy.reshape(shape)
     y, sums = np.empty_like(x), (np.empty_like(gamma), np.empty_like(beta))
-    # dy takes turns: it decides which columns are hard.
-    turns = [dy, *(np.roll(dy, k, axis=-2) for k in (1, 2))]
-    found = []
-    for backward in (False, True):
-        calls: dict[str, Any] = {}
-        for rounding in ROUNDINGS:
-            forward = partial(layer_norm_forward, x, gamma, beta, eps, rounding=rounding)
-            cache, next_dy = forward()[1], itertools.cycle(turns).__next__
-            calls[rounding] = partial(forward, out=y)
-            if backward:
-                calls[rounding] = lambda c=cache, d=next_dy: layer_norm_backward(
-                    d(), c, out=(y, *sums)
-                )
-        fast, nearest = medians(calls, rounds=15, least=3, limit=4)
-        found.append(nearest / fast)
+    # Three dy in turns, because dy decides which columns are uncertified.
+    dys = [dy, *(np.roll(dy, k, axis=-2) for k in (1, 2))]
+    forwards, backwards = dict[str, Any](), dict[str, Any]()
+    for rounding in ROUNDINGS:
+        forward = partial(layer_norm_forward, x, gamma, beta, eps, rounding=rounding)
+        cache, next_dy = forward()[1], itertools.cycle(dys).__next__
+        forwards[rounding] = partial(forward, out=y)
+        backwards[rounding] = lambda c=cache, d=next_dy: layer_norm_backward(d(), c, out=(y, *sums))
+    times = [medians(calls, rounds=15, least=3, limit=4) for calls in (forwards, backwards)]
     set_num_threads(THREADS)
-    return found[0], found[1]
+    return times[0][1] / times[0][0], times[1][1] / times[1][0]
 
 
 def differences(dtype: str) -> tuple[str, str, int, int]:
-    """Count the elements of x ~ N(0, 1) that were done both ways, and the results that differ."""
+    """Compute x ~ N(0, 1) in two ways; count the elements of x, and the results that differ."""
     rng, compared, differ = np.random.default_rng(0), 0, 0
-    end = time.perf_counter() + COMPARED
-    while compared < PAIRS if dtype in NARROW else time.perf_counter() < end:
-        case = draw(rng, dtype, 256 if dtype == "float64" else 2**14)
+    end, narrow = time.perf_counter() + SECONDS, dtype in NARROW
+    while compared < ELEMENTS if narrow else time.perf_counter() < end:
+        case = draw(rng, dtype, 2**14 if narrow else 256)
         # RMS norm every other time.
         norm = "rms" if compared // case.x.size % 2 else "layer"
-        wide = dtype == "float64"
-        others = run(case, "numpy" if wide else None, norm, pairs=not wide)
-        for one, other in zip(run(case, kind=norm), others, strict=False):
-            bits = f"u{one.itemsize}"
-            differ += int((one.view(bits) != other.view(bits)).sum())
+        others = run(case, None if narrow else "numpy", norm, pairs=narrow)
+        for result, other in zip(run(case, kind=norm), others, strict=False):
+            bits = f"u{result.itemsize}"
+            differ += int((result.view(bits) != other.view(bits)).sum())
         compared += case.x.size
-    return dtype, "float64 and pairs" if dtype in NARROW else "both backends", compared, differ
+    return dtype, "float64 and pairs" if narrow else "both backends", compared, differ
 
 
 def hard(dtype: str) -> list[tuple[Any, ...]]:
     """Return, for each kind of input, the time over that of N(0, 1), and rows per second."""
     x, gamma, beta, eps, dy = normal = draw(np.random.default_rng(0), dtype, ROWS)
-    # All y and dx lie halfway between two float32.
-    one, tie = np.sign(np.arange(N) % 4 - 1.5).astype(dtype), np.full(N, 1 + 2.0**-24)
-    tied = Case(np.tile(one, (ROWS, 1)), tie, 0 * tie, 0.0, np.tile(np.roll(one, 1), (ROWS, 1)))
+    # Every y and dx lies halfway between two float32.
+    signs, tie = np.sign(np.arange(N) % 4 - 1.5).astype(dtype), np.full(N, 1 + 2.0**-24)
+    tied = Case(np.tile(signs, (ROWS, 1)), tie, 0 * tie, 0.0, np.tile(np.roll(signs, 1), (ROWS, 1)))
     cases = {
         **({"exact ties": tied} if dtype == "float32" else {}),
         "constant rows": Case(np.ones_like(x) * x[:, :1], gamma, beta, eps, dy),
         "gamma dy constant": Case(x, np.ones_like(gamma), beta, eps, np.ones_like(x) * dy[:, :1]),
         "dy = 0": Case(x, gamma, beta, eps, np.zeros_like(x)),
     } | {
-        f"{each.title} <small>{each.name}</small>": make_case(each.name, dtype, N, ROWS)
-        for each in FAMILIES.values()
-        if each.finite and not each.why_not(np.dtype(dtype), N, ROWS)
+        f"{family.title} <small>{family.name}</small>": make_case(family.name, dtype, N, ROWS)
+        for family in FAMILIES.values()
+        if family.finite and not family.why_not(np.dtype(dtype), N, ROWS)
     }
-    found = []
+    lines = []
     for name, case in cases.items():
-        calls = {"it": partial(run, case), "normal": partial(run, normal)}
-        it, base = medians(calls, rounds=9, least=1, limit=0.5)
-        found.append((name, dtype, it / base, ROWS / it))
-    return found
+        calls = {"hard": partial(run, case), "normal": partial(run, normal)}
+        seconds, base = medians(calls, rounds=9, least=1, limit=0.5)
+        lines.append((name, dtype, seconds / base, ROWS / seconds))
+    return lines
 
 
 def measure() -> dict[str, Any]:
-    """Return all that the page holds."""
+    """Return the figures of the page."""
     lines = []
     for dtype in (*NARROW, "float64"):
         rows = LARGE // N // parse(dtype).itemsize
@@ -133,7 +126,7 @@ def measure() -> dict[str, Any]:
             lines.append((dtype, shape, threads, *ratios(shape, dtype, threads)))
     nine = []
     for dtype in NARROW:
-        both = [each for shape in (*IN_CACHE, *BEYOND) for each in ratios(shape, dtype)]
+        both = [ratio for shape in (*IN_CACHE, *BEYOND) for ratio in ratios(shape, dtype)]
         nine.append((dtype, math.prod(both) ** (1 / len(both)), max(both)))
     return {
         "origin": origin(),
@@ -144,14 +137,14 @@ def measure() -> dict[str, Any]:
     }
 
 
-def page(found: dict[str, Any]) -> str:
-    """docs/evidence/rounding.md."""
+def page(results: dict[str, Any]) -> str:
+    """Return docs/evidence/rounding.md."""
     lines = [
         (dtype, tuple(shape), threads, *map(digits, both))
-        for dtype, shape, threads, *both in found["ratios"]
+        for dtype, shape, threads, *both in results["ratios"]
     ]
-    nine = [(dtype, *map(digits, times)) for dtype, *times in found["nine"]]
-    kinds = [(name, dtype, *map(digits, figures)) for name, dtype, *figures in found["hard"]]
+    nine = [(dtype, *map(digits, both)) for dtype, *both in results["nine"]]
+    kinds = [(name, dtype, *map(digits, figures)) for name, dtype, *figures in results["hard"]]
     return f"""# What correct rounding costs
 
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
@@ -177,7 +170,7 @@ Geometric mean and largest ratio of forward and backward, over {len(IN_CACHE)} s
 Rows of {N} from N(0, 1) were computed in two ways. The table counts the elements of x, and the elements of y, dx and
 dgamma that differed in a bit. The comparison of both backends includes dbeta.
 
-{table(("dtype", "ways", "compared", "differ"), found["random"])}
+{table(("dtype", "ways", "compared", "differ"), results["random"])}
 
 ## Hard inputs
 
@@ -187,15 +180,15 @@ double-double, and slower if integers must decide elements.
 
 {table(("x", "dtype", "time", "rows per second"), kinds)}
 
-{origin_line("make rounding", found["origin"])}
+{origin_line("make rounding", results["origin"])}
 """
 
 
 def main() -> int:
-    """Measure or read, write the page; 1 if the backends differ."""
-    found = keep("rounding", __doc__, measure)
-    write("rounding", page(found))
-    return int(any(line[-1] for line in found["random"]))
+    """Measure or read, and write the page; return 1 if a result differs."""
+    results = keep("rounding", __doc__, measure)
+    write("rounding", page(results))
+    return int(any(line[-1] for line in results["random"]))
 
 
 if __name__ == "__main__":

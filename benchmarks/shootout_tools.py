@@ -1,8 +1,8 @@
 """
 The gradient checkers of the comparison: ours, and those of other packages.
 
-A tool gets one hand-written layer norm and says "found" or "accepted" (ours: or "inconclusive"), by
-its own step and tolerance. Packages are imported by name: the type checker does not need them.
+A tool checks one hand-written layer norm, with its own step and tolerance, and says "found" or
+"accepted"; ours may say "inconclusive". Packages are imported by name: the type checker does not need them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}
 
 
 class Subject(NamedTuple):
-    """An implementation to be judged, and the arguments."""
+    """An implementation to be checked, and its arguments."""
 
     forward: Callable[..., tuple[Array, Any]]
     backward: Callable[[Array, Any], tuple[Array, Array, Array]]
@@ -37,44 +37,44 @@ class Tool(NamedTuple):
 
     name: str
     version: str
-    # In words: step, and what it calls wrong.
+    # The step, and the condition of a failure, in words.
     criterion: str
-    # Whether one check of 24576 elements takes seconds or less.
+    # Whether a check of 24576 elements takes seconds or less.
     large: bool
     check: Callable[[Subject], str]
 
 
 def load_tools() -> tuple[list[Tool], dict[str, str]]:
-    """Return the tools whose package can be imported, and of each other one what was raised."""
-    found, missing = load_all(LOADERS)
-    return [*_ours(), *itertools.chain(*found.values())], missing
+    """Return the tools whose package can be imported, and the error message of each other package."""
+    tools, missing = load_all(LOADERS)
+    return [*_ours(), *itertools.chain(*tools.values())], missing
 
 
 def _ours() -> list[Tool]:
-    def whole(subject: Subject) -> str:
+    def layer_norm(subject: Subject) -> str:
         forward, backward, args, seed = subject
         return _WORDS[check_layer_norm(forward, backward, *args, rng=seed).verdict]
 
-    def plain(subject: Subject) -> str:
+    def gradients(subject: Subject) -> str:
         forward, backward, args, seed = subject
         return _WORDS[check_gradients(forward, backward, args, rng=seed).verdict]
 
-    made = f"stablenorm {__version__}"
-    none = "no tolerance to choose: differs by more than the estimated errors of both sides"
+    package = f"stablenorm {__version__}"
+    criterion = "no tolerance to choose: differs by more than the estimated errors of both sides"
     return [
-        Tool("check_layer_norm", made, f"{none}; closed form", True, whole),
-        Tool("check_gradients", made, none, True, plain),
+        Tool("check_layer_norm", package, f"{criterion}; closed form", True, layer_norm),
+        Tool("check_gradients", package, criterion, True, gradients),
     ]
 
 
 def _torch() -> list[Tool]:
     torch: Any = importlib.import_module("torch")
-    # One thread: arrays are small, and the others have one.
+    # One thread, as the other tools have: the arrays are small.
     torch.set_num_threads(1)
-    # A function and its module bear one name; this is the module.
+    # The module: `torch.autograd.gradcheck` is the function of that name.
     module: Any = importlib.import_module("torch.autograd.gradcheck")
-    # Once the fast mode has found a difference it runs the slow one, for its message alone: at
-    # (32, 768) a Jacobian of 24576 by 24576, and the process dies.
+    # After a difference the fast mode runs the slow one, for its message alone: at (32, 768) a
+    # Jacobian of 24576 by 24576, and the process dies.
     module._run_slow_mode_and_get_error = lambda *_: ""
 
     def wrap(subject: Subject) -> Any:
@@ -95,7 +95,7 @@ def _torch() -> list[Tool]:
         right = torch.autograd.gradcheck(wrap(subject), args, fast_mode=fast, raise_exception=False)
         return "accepted" if right else "found"
 
-    made = f"torch {torch.__version__}"
+    package = f"torch {torch.__version__}"
     slow = "central, step 1e-6, full Jacobian; |a - n| > 1e-5 + 1e-3 |n|"
     fast = (
         "central, step 1e-6, one direction u and cotangent v, both positive and of norm 1; "
@@ -103,8 +103,8 @@ def _torch() -> list[Tool]:
         "message of a failure)"
     )
     return [
-        Tool("torch slow", made, slow, False, lambda subject: check(subject, fast=False)),
-        Tool("torch fast", made, fast, True, lambda subject: check(subject, fast=True)),
+        Tool("torch slow", package, slow, False, lambda subject: check(subject, fast=False)),
+        Tool("torch fast", package, fast, True, lambda subject: check(subject, fast=True)),
     ]
 
 
@@ -112,7 +112,7 @@ def _jax() -> list[Tool]:
     jax: Any = importlib.import_module("jax")
     test_util: Any = importlib.import_module("jax.test_util")
     jax.config.update("jax_enable_x64", True)
-    # A callback that reads its arguments while the only thread waits for it would wait for ever.
+    # With asynchronous dispatch, a callback deadlocks: it reads its arguments, while the only thread waits for it.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
     def wrap(subject: Subject) -> Any:
@@ -170,7 +170,7 @@ def _autograd() -> list[Tool]:
             return vjp
 
         extend.defvjp(layer_norm, pull(0), pull(1), pull(2))
-        # It draws from NumPy's global state.
+        # autograd draws from NumPy's global state.
         np.random.seed(subject.seed)  # noqa: NPY002
         check_grads = test_util.check_grads(layer_norm, (0, 1, 2), modes=["rev"], order=1)
         return _asserts(lambda: check_grads(*subject.args))
@@ -183,7 +183,7 @@ def _autograd() -> list[Tool]:
 
 
 def _asserts(check: Callable[[], Any]) -> str:
-    """Run a check that raises AssertionError where it finds something."""
+    """Run a check that raises AssertionError for a wrong gradient, and return its word."""
     try:
         check()
     except AssertionError:

@@ -1,4 +1,4 @@
-"""docs/evidence/performance.md and the block of README: every figure, and how it was obtained."""
+"""The text of docs/evidence/performance.md and the table of README, with the origin of every figure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from stablenorm.timing import PASSES, Timing
 # The peers and the shapes of README's table.
 RIVALS = ("PyTorch", "plain NumPy")
 README_SHAPES = (*IN_CACHE[:1], *IN_CACHE[2:], BEYOND[1], BEYOND[3])
-# The results of a suite, by shape and dtype: those of the forward, and of the backward.
+# The results of a suite by shape and dtype, then by direction.
 Pairs = dict[tuple[tuple[int, ...], str], dict[str, Result]]
 
 
 def page(run: dict[str, Any], results: Sequence[Result]) -> str:
-    """Write the page but for the keywords; `run` says of the run what is not in its results."""
+    """Return the page without its part on keywords; `run` has the origin and the agreement."""
     shapes = pairs(results, "shapes")
     missing = "".join(f" Not measured: {name} ({why})." for name, why in run["missing"].items())
     used = "; ".join(f"{peer} {worst:.2g}" for peer, worst in run["agreement"].items())
     refused = "; ".join(run["refused"])
     agreement = f"Largest part of that tolerance used: {used}. " + (
-        f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
+        f"Not timed, because results disagreed: {refused}." if refused else "All agreed."
     )
     return f"""![Time of PyTorch and of plain NumPy divided by the time of stablenorm, over the size of x: above 1 in most \
 places, below 1 where PyTorch is faster.](../figures/speed.svg)
@@ -90,7 +90,7 @@ HOW = """How to read it:
   contract. A peer must be within 16 roundings of its dtype, relative to the magnitudes of the terms
   (`benchmarks/agreement.py`). {agreement}"""
 
-# Medians that differ by less are called level.
+# The page calls medians level if their ratio is smaller.
 LEVEL = 1.05
 
 KEPT = """jemalloc is preloaded, as PyTorch's tuning guide recommends, with `dirty_decay_ms:-1` and
@@ -107,16 +107,16 @@ ONNX Runtime keeps an arena. The arithmetic alone is compared
 
 
 def pairs(results: Iterable[Result], suite: str) -> Pairs:
-    """Return the results of a suite, by shape and dtype, in the order in which they were measured."""
-    found: Pairs = {}
+    """Return the results of a suite by shape and dtype, in the order of the measurement."""
+    by_shape: Pairs = {}
     for r in results:
         if r.suite == suite:
-            found.setdefault((r.shape, r.dtype), {})[r.direction] = r
-    return found
+            by_shape.setdefault((r.shape, r.dtype), {})[r.direction] = r
+    return by_shape
 
 
 def compared(peer: Timing | None, ours: Timing) -> str:
-    """Say whose median is faster, and how much; with a mark where the quartiles overlap."""
+    """Say whose median is shorter, and by which factor, with "~" if the quartiles overlap."""
     if peer is None:
         return "-"
     ratio = max(peer.median / ours.median, ours.median / peer.median)
@@ -139,49 +139,44 @@ def _of_copy(result: Result) -> str:
     return f"{result.speed(OURS_OUT) / result.copy:.2g}"
 
 
-def _of_ways(*whats: str) -> list[str]:
-    """Return the heads of these columns, first of the forward, then of the backward."""
-    return [f"{way}, {what}" for way in PASSES for what in whats]
+def _heads(*columns: str) -> list[str]:
+    """Return the heads of these columns, first for the forward, then for the backward."""
+    return [f"{direction}, {column}" for direction in PASSES for column in columns]
 
 
 def _shape_tables(shapes: Pairs, wanted: Sequence[tuple[int, ...]]) -> str:
-    """Forward and backward in float32: one line a shape."""
+    """Return a table of the forward and one of the backward in float32, one line a shape."""
     parts = []
-    for way in PASSES:
-        here = [shapes[shape, "float32"][way] for shape in wanted]
-        others = [name for name in here[0].times if name not in (OURS, OURS_OUT)]
+    for direction in PASSES:
+        results = [shapes[shape, "float32"][direction] for shape in wanted]
+        others = [name for name in results[0].times if name not in (OURS, OURS_OUT)]
         lines = []
-        for r in here:
+        for r in results:
             ours, out = r.times[OURS], r.times[OURS_OUT]
             times = _spread(ours), seconds(out.median), _of_copy(r)
             peers = [compared(r.times.get(name), ours) for name in others]
             lines.append([r.shape, quantity(r.nbytes, "B"), *times, *peers])
         named = [o.partition(",")[0].replace("backend numpy", "NumPy backend") for o in others]
         head = ("x", "size", "stablenorm", "out=", "of copy, out=", *named)
-        parts += [f"{way.capitalize()}:", table(head, lines)]
+        parts += [f"{direction.capitalize()}:", table(head, lines)]
     return "\n\n".join(parts)
 
 
 def _types_table(shapes: Pairs) -> str:
-    """One line a shape of each dtype but float32."""
+    """Return a table of the dtypes other than float32, one line a dtype and shape."""
     lines = []
     for (shape, dtype), both in shapes.items():
-        cells = [
-            cell
-            for r in both.values()
-            for cell in (
-                _spread(r.times[OURS]),
-                _of_copy(r),
-                compared(r.times.get("PyTorch"), r.times[OURS]),
-            )
-        ]
+        cells: list[Any] = [dtype, shape]
+        for r in both.values():
+            ours, theirs = r.times[OURS], r.times.get("PyTorch")
+            cells += [_spread(ours), _of_copy(r), compared(theirs, ours)]
         if dtype != "float32":
-            lines.append([dtype, shape, *cells])
-    return table(["dtype", "x", *_of_ways("stablenorm", "of copy, out=", "PyTorch")], lines)
+            lines.append(cells)
+    return table(["dtype", "x", *_heads("stablenorm", "of copy, out=", "PyTorch")], lines)
 
 
 def _kept(run: dict[str, Any], results: Sequence[Result]) -> str:
-    """The comparison in which nobody waits for new pages."""
+    """Return the comparison on an allocator that keeps its pages, so nobody waits for new ones."""
     if run["kept"]:
         return f"Not run: {run['kept']}."
     lines = []
@@ -191,23 +186,25 @@ def _kept(run: dict[str, Any], results: Sequence[Result]) -> str:
             ours, theirs = r.times[OURS], r.times.get("PyTorch")
             cells += [_spread(ours), _spread(theirs), compared(theirs, ours)]
         lines.append(cells)
-    return f"{KEPT}\n\n{table(['x', *_of_ways('stablenorm', 'PyTorch', 'compared')], lines)}"
+    return f"{KEPT}\n\n{table(['x', *_heads('stablenorm', 'PyTorch', 'compared')], lines)}"
 
 
 def _call_table(results: Sequence[Result]) -> str:
-    found = [r.times for r in results if r.suite == "call"]
-    words = {
+    by_direction = [r.times for r in results if r.suite == "call"]
+    texts = {
         CALL: "`layer_norm`",
         OURS: "`layer_norm_forward`, `layer_norm_backward`",
         TORCH_CALL: "PyTorch, `torch.nn.functional.layer_norm`",
         "PyTorch": "PyTorch, `torch.native_layer_norm`, ATen's backward",
     }
-    lines = [(text, *(_spread(times.get(name)) for times in found)) for name, text in words.items()]
+    lines = [
+        (t, *(_spread(times.get(name)) for times in by_direction)) for name, t in texts.items()
+    ]
     return table(("", *PASSES), lines)
 
 
 def _sweep(lengths: Pairs) -> str:
-    """One line a length, GB/s: out= beside the copy of that row and direction, and PyTorch."""
+    """Return a table of GB/s, one line a length: ours with out=, a copy of the same arrays, and PyTorch."""
     lines = []
     for (shape, _), both in lengths.items():
         cells = []
@@ -216,11 +213,11 @@ def _sweep(lengths: Pairs) -> str:
             speeds = r.speed(OURS_OUT), r.copy, theirs
             cells += ["-" if speed is None else digits(speed / 1e9) for speed in speeds]
         lines.append([shape[-1], *cells])
-    return "GB/s:\n\n" + table(["n", *_of_ways("out=", "copy", "PyTorch")], lines)
+    return "GB/s:\n\n" + table(["n", *_heads("out=", "copy", "PyTorch")], lines)
 
 
 def speed_lines(results: Sequence[Result]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Return the points of the page's picture: the bytes of x, and the time of a peer over ours."""
+    """Return the points of the picture, by peer and direction: bytes of x, and their time over ours."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for r in sorted(results, key=lambda r: r.nbytes):
         if r.suite == "shapes" and r.dtype == "float32":
@@ -231,12 +228,12 @@ def speed_lines(results: Sequence[Result]) -> dict[tuple[str, str], list[tuple[i
 
 
 def readme_block(run: dict[str, Any], results: Sequence[Result]) -> str:
-    """README's table: float32, forward and backward together, the fastest in bold."""
+    """Return README's table: float32, forward and backward together, the fastest in bold."""
     shapes = pairs(results, "shapes")
     lines = []
     for shape in README_SHAPES:
         forward, backward = (r.times for r in shapes[shape, "float32"].values())
-        # Medians and quartiles of both ways, added.
+        # Sums of medians and of quartiles.
         both = {
             name: Timing(*map(math.fsum, zip(forward[name], backward[name], strict=True)))
             for name in (OURS, *RIVALS)
@@ -247,9 +244,9 @@ def readme_block(run: dict[str, Any], results: Sequence[Result]) -> str:
         cells = []
         for name in (OURS, *RIVALS):
             text = f"{digits(both[name].median / size)} {unit}" if name in both else "-"
-            # Level with the fastest: their intervals overlap.
-            level = name in both and both[name].low <= fastest.high
-            cells.append(f"**{text}**" if level else text)
+            # Bold: the interval overlaps that of the fastest.
+            is_fast = name in both and both[name].low <= fastest.high
+            cells.append(f"**{text}**" if is_fast else text)
         lines.append([shape, *cells])
     version = ".".join(run["versions"].get("PyTorch", "").split(".")[:2])
     return (
@@ -259,20 +256,18 @@ def readme_block(run: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def _against_torch(results: Sequence[Result]) -> str:
-    """Say what the page's cells beside PyTorch come to."""
-    cells = [r.times for r in results if r.suite == "shapes" and "PyTorch" in r.times]
-    said = [compared(times["PyTorch"], times[OURS]) for times in cells]
-    lost = sum("slower" in each for each in said)
-    kept = [
-        r.times["PyTorch"].median / r.times[OURS].median
-        for r in results
-        if r.suite == "kept" and "PyTorch" in r.times
-    ]
-    text = f"Of {len(said)} measured cells, all shapes, dtypes and directions, PyTorch is faster in {lost}."
-    if kept:
-        mean = digits(math.prod(kept) ** (1 / len(kept)), 3)
+    """Say in how many cells PyTorch is faster, and how long it takes on an allocator that keeps its pages."""
+    cells, on_one_allocator = (
+        [r.times for r in results if r.suite == suite and "PyTorch" in r.times]
+        for suite in ("shapes", "kept")
+    )
+    lost = sum("slower" in compared(times["PyTorch"], times[OURS]) for times in cells)
+    text = f"PyTorch is faster in {lost} of {len(cells)} measured cells, all shapes, dtypes and directions."
+    if on_one_allocator:
+        ratios = [times["PyTorch"].median / times[OURS].median for times in on_one_allocator]
+        mean = digits(math.prod(ratios) ** (1 / len(ratios)), 3)
         text += (
-            " In the largest shapes most of the gap is memory, which stablenorm reuses; with both on an allocator "
-            f"that keeps its pages, PyTorch takes {mean} times as long (geometric mean of {len(kept)})."
+            " In the largest shapes most of the gap is memory, which stablenorm reuses. With both on an allocator "
+            f"that keeps its pages, PyTorch takes {mean} times as long (geometric mean of {len(ratios)})."
         )
     return text

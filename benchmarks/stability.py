@@ -1,10 +1,9 @@
 """
 The cost of each way of going wrong, in known implementations: `make stability`.
 
-Measures the experiments of stability_cases.py in the environment of the peers, keeps the figures in
-benchmarks/results/stability.json, and writes the tables of docs/explanation/stability.md and the
-digits of README.md between their markers. With `--render` nothing is measured: both are written
-again from the figures kept.
+Measures the experiments of stability_cases.py in the environment of the peers. Writes
+benchmarks/results/stability.json, the tables of docs/explanation/stability.md and the digits of
+README.md; `--render` reads the file instead of measuring.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from peers import LOADERS, OURS, load_peers
 from stability_cases import run, tables
 
 PAGE = DOCS / "explanation" / "stability.md"
-# A table whose cells are shares of all elements, and no errors; and one that is turned, since it has
-# more columns than subjects.
+# The table whose cells are shares of elements, not errors, and the table that has more columns than subjects,
+# so the page shows it transposed.
 SHARES, TURNED = "narrow", "published"
-# README: the situation in words, table and column.
+# Lines of README: the situation in words, then its table and column.
 SITUATIONS = (
     ("y: mean 0, std 1", "offset", "N"),
     ("y: mean 100, std 1", "offset", "10^2 + N"),
@@ -45,23 +44,23 @@ Cells = dict[str, dict[str, float]]
 
 
 def measure() -> dict[str, Any]:
-    """Fill all tables."""
+    """Return the cells of all tables."""
     peers, missing = load_peers(LOADERS)
-    found: dict[str, Cells] = {}
+    cells: dict[str, Cells] = {}
     for name, columns, cell, subjects, simulated in tables():
         print(name, file=sys.stderr)
-        wanted = [each for each in peers if subjects is None or each.name in subjects]
-        runs = {each.name: partial(run, each) for each in wanted} | simulated
-        found[name] = {
-            who: {words: cell(result(at), at) for words, at in columns.items()}
-            for who, result in runs.items()
+        wanted = [peer for peer in peers if subjects is None or peer.name in subjects]
+        runs = {peer.name: partial(run, peer) for peer in wanted} | simulated
+        cells[name] = {
+            subject: {column: cell(result(at), at) for column, at in columns.items()}
+            for subject, result in runs.items()
         }
     versions = {peer.name: peer.version for peer in peers if peer.name != OURS}
-    return {"origin": origin(versions) | {"missing": missing}, "tables": found}
+    return {"origin": origin(versions) | {"missing": missing}, "tables": cells}
 
 
 def figure(value: float, name: str) -> str:
-    """Print one figure."""
+    """Write one cell of the table `name`."""
     if name == SHARES:
         return "0" if value == 0 else f"{100 * value:.2g} %"
     if not math.isfinite(value):
@@ -76,19 +75,19 @@ def figure(value: float, name: str) -> str:
 
 def stability_table(name: str, rows: Cells) -> str:
     """Return one table of the page."""
-    if name == TURNED:
-        words = list(next(iter(rows.values())))
-        rows = {word: {who: rows[who][word] for who in rows} for word in words}
     columns = list(next(iter(rows.values())))
-    lines = [[who, *(figure(cells[c], name) for c in columns)] for who, cells in rows.items()]
+    if name == TURNED:
+        rows = {column: {subject: rows[subject][column] for subject in rows} for column in columns}
+        columns = list(next(iter(rows.values())))
+    lines = [[title, *(figure(cells[c], name) for c in columns)] for title, cells in rows.items()]
     return table(["", *columns], lines)
 
 
 def correct_digits(error: float) -> str:
-    """Return how many decimal digits are right; float32 holds 7."""
+    """Return the number of correct decimal digits, for float32 at most 7."""
     if error == 0:
         return "exact"
-    # NaN has none, and nor has what is worse than zeros.
+    # NaN has 0 digits, and so have results that are worse than zeros.
     return str(max(0, min(7, math.floor(-math.log10(error))))) if error < 1 else "0"
 
 
@@ -98,33 +97,32 @@ def readme_block(results: Mapping[str, Any]) -> str:
     for words, name, column in SITUATIONS:
         rows = results["tables"][name]
         cells = [
-            correct_digits(rows[who][column]) if who in rows else "–"  # noqa: RUF001
-            for who in COLUMNS
+            correct_digits(rows[peer][column]) if peer in rows else "–"  # noqa: RUF001
+            for peer in COLUMNS
         ]
         bold = [f"**{c}**" if c == "0" else c for c in cells[:-1]]
         lines.append([words, *bold, f"**{cells[-1]}**"])
-    made = results["origin"]["versions"]
+    versions = results["origin"]["versions"]
     return (
         "Correct decimal digits of the worst element, relative to the largest; float32 holds 7:\n\n"
         + table(["float32", *COLUMNS.values()], lines)
-        + f"\n\nNumPy {made['NumPy']}, PyTorch {made.get('PyTorch')}, JAX "
-        f"{made.get('jax.nn.standardize')} (`jax.nn.standardize`), ONNX Runtime "
-        f"{made.get('ONNX Runtime')} (which has no backward); {results['origin']['date']}."
+        + f"\n\nNumPy {versions['NumPy']}, PyTorch {versions.get('PyTorch')}, JAX "
+        f"{versions.get('jax.nn.standardize')} (`jax.nn.standardize`), ONNX Runtime "
+        f"{versions.get('ONNX Runtime')} (which has no backward); {results['origin']['date']}."
     )
 
 
 def parts(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return what stands between the markers of the page."""
-    made = results["origin"]
-    text = origin_line("make stability", made)
-    if made["missing"]:
-        text += f" Not measured, since they could not be imported: {', '.join(made['missing'])}."
-    every = {name: stability_table(name, rows) for name, rows in results["tables"].items()}
-    return every | {"origin": text}
+    """Return the tables and the line of origin, by the names of their markers in the page."""
+    line, missing = origin_line("make stability", results["origin"]), results["origin"]["missing"]
+    if missing:
+        line += f" Not measured, because the import failed: {', '.join(missing)}."
+    tables = {name: stability_table(name, rows) for name, rows in results["tables"].items()}
+    return tables | {"origin": line}
 
 
 def main() -> None:
-    """Measure or read, and write the pages."""
+    """Measure or read, and write the page and README's table."""
     results = keep("stability", __doc__, measure)
     put(PAGE, parts(results))
     put(ROOT / "README.md", {"accuracy": readme_block(results)})

@@ -1,8 +1,8 @@
 """
-The experiments of docs/explanation/stability.md: one table each, hazard by hazard.
+The experiments of docs/explanation/stability.md, one table for each hazard.
 
-A table has a column for each input and a row for each implementation; `cell` measures one of them.
-Errors are against the exact oracle (sums over rows: `math.fsum`).
+A table has a column for each input and a row for each implementation. `cell` measures one implementation
+on one input, against the exact oracle (sums over rows: against `math.fsum`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ N, ROWS, EPS = 768, 4, 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """The arguments of a measurement, and the oracle for them."""
+    """The arguments of a measurement, with their exact results."""
 
     x: Array
     gamma: Array
@@ -38,30 +38,30 @@ class Input:
 
     @cached_property
     def exact(self) -> Any:
-        """The exact results: computed once for all subjects."""
+        """Return the exact results, computed once for all subjects."""
         return exact_layer_norm(self.x, self.gamma, self.beta, self.eps, self.dy)
 
 
-# Results by their names, of an implementation on an input.
+# The results of an implementation on an input, by name.
 Results = dict[str, Array]
 
 
 class Table(NamedTuple):
-    """One experiment: `cell` judges what a subject returns on the input of a column."""
+    """One experiment: `cell` measures the results of a subject on the input of a column."""
 
     name: str
     columns: dict[str, Input]
     cell: Callable[[Results, Input], float]
-    # Names of the subjects that are measured; all that know the dtype where None.
+    # Names of the libraries; None: all of them.
     subjects: tuple[str, ...] | None = None
-    # Rows that are no library but a simulation.
+    # Further rows, each a simulation.
     simulated: dict[str, Callable[[Input], Results]] = {}  # noqa: RUF012
 
 
 def make_input(
     x: Any, dtype: Any = np.float32, eps: float = EPS, gamma: float = 1.0, dy: Any = None
 ) -> Input:
-    """Round to `dtype`; dy is N(0, 1) if not given."""
+    """Return x, rounded to `dtype`, with gamma, beta 0 and dy, by default N(0, 1)."""
     x = np.asarray(x).astype(dtype)
     n = x.shape[1]
     drawn = np.random.default_rng(1).standard_normal(x.shape) if dy is None else dy
@@ -70,7 +70,7 @@ def make_input(
 
 
 def normal(rows: int = ROWS, n: int = N, at: dict[int, float] | None = None) -> Array:
-    """Return the same N(0, 1) every time, some columns replaced."""
+    """Return N(0, 1), the same at each call; `at` has values for whole columns."""
     x = np.random.default_rng(0).standard_normal((rows, n))
     for column, value in (at or {}).items():
         x[:, column] = value
@@ -78,56 +78,56 @@ def normal(rows: int = ROWS, n: int = N, at: dict[int, float] | None = None) -> 
 
 
 def run(subject: Peer, at: Input) -> Results:
-    """Return the subject's outputs."""
-    nowhere = Gradients(None, None, None)
+    """Return the results of a subject."""
+    no_arrays = Gradients(None, None, None)
     with np.errstate(all="ignore"):
-        problem = Problem(at.x, at.gamma, at.beta, at.dy, at.x, nowhere)
+        problem = Problem(at.x, at.gamma, at.beta, at.dy, at.x, no_arrays)
         return subject.make(problem, at.eps).results()
 
 
-def relative(found: Results, at: Input, name: str = "y") -> float:
-    """Return max|error| over max|exact|; 1 is nothing left."""
+def relative(results: Results, at: Input, name: str = "y") -> float:
+    """Return max|error| over max|exact|; at 1 no digit is right."""
     expected = at.exact.rounded(name, np.float64)
-    worst = float(np.abs(found[name].astype(np.float64) - expected).max())
+    worst = float(np.abs(results[name].astype(np.float64) - expected).max())
     size = float(np.abs(expected).max())
-    # An exact result of 0 leaves nothing to be relative to.
+    # The error itself if all exact results are 0.
     return worst if size == 0 or math.isnan(worst) else worst / size
 
 
-def relative_to_g(found: Results, at: Input) -> float:
-    """Return max|error of dx| / (rstd max|g|), worst of the rows."""
-    off = np.abs(found["dx"].astype(np.float64) - at.exact.rounded("dx", np.float64)).max(axis=1)
+def relative_to_g(results: Results, at: Input) -> float:
+    """Return max|error of dx| / (rstd max|g|) of the worst row."""
+    off = np.abs(results["dx"].astype(np.float64) - at.exact.rounded("dx", np.float64)).max(axis=1)
     g = np.abs(at.gamma.astype(np.float64) * at.dy.astype(np.float64)).max(axis=1)
     rstd = [1 / math.sqrt(at.exact.var(row) + Fraction(at.eps)) for row in range(len(g))]
     return float(np.nan_to_num(off / (rstd * g), nan=np.inf).max())
 
 
-def share_misrounded(found: Results, at: Input) -> float:
-    """Return the share of the elements of y that are not the correctly rounded ones."""
+def share_misrounded(results: Results, at: Input) -> float:
+    """Return the share of the elements of y that are not correctly rounded."""
     expected = at.exact.rounded("y", at.x.dtype)
-    return float(np.mean(found["y"].astype(np.float64) != expected.astype(np.float64)))
+    return float(np.mean(results["y"].astype(np.float64) != expected.astype(np.float64)))
 
 
-def ulp_at_outlier(found: Results, at: Input) -> float:
+def ulp_at_outlier(results: Results, at: Input) -> float:
     """Return the error of dx at element 5, in ulp of its exact value."""
-    return float(np.max(at.exact.ulp_errors(dx=found["dx"])["dx"][:, 5]))
+    return float(np.max(at.exact.ulp_errors(dx=results["dx"])["dx"][:, 5]))
 
 
-def of_dbeta(found: Results, at: Input) -> float:
-    """Return max|error of dbeta| / sum|dy|, the exact sums by fsum."""
-    pairs = zip(found["dbeta"].astype(float), at.dy.astype(float).T.tolist(), strict=True)
+def of_dbeta(results: Results, at: Input) -> float:
+    """Return max|error of dbeta| / sum|dy|, with exact sums by fsum."""
+    pairs = zip(results["dbeta"].astype(float), at.dy.astype(float).T.tolist(), strict=True)
     largest: float = max(abs(a - math.fsum(c)) / math.fsum(map(abs, c)) for a, c in pairs)
     return largest
 
 
 def with_parameters(at: Input) -> Input:
-    """Give gamma and beta the values of an ordinary layer."""
+    """Return the input with the gamma and beta of an ordinary layer."""
     gamma, beta = np.random.default_rng(4).standard_normal((2, at.x.shape[1])) * 0.1
     return replace(at, gamma=(1 + gamma).astype(at.x.dtype), beta=beta.astype(at.x.dtype))
 
 
 def published() -> dict[str, Input]:
-    """Return rows that went wrong in public, where float32 can hold them."""
+    """Return the rows of published bugs that float32 can represent."""
     columns = {}
     for case in PUBLISHED:
         if case.fits(np.float32) and case.gamma == 1:
@@ -144,11 +144,11 @@ def tables() -> list[Table]:
         f"{name}, simulated": lambda at, m=m: {"y": normalize(at.x, m, at.eps)}
         for name, m in MOMENTS.items()
     } | {"two passes corrected, simulated": lambda at: {"y": corrected(at.x, at.eps)}}
-    kept: dict[str, Callable[[Input], Results]] = {
-        f"exact, but the mean kept in {way}": lambda at, way=way: {  # type: ignore[misc]
-            "dx": backward_from(way, at.x, (at.gamma * at.dy).astype(at.x.dtype), at.eps)
+    by_means: dict[str, Callable[[Input], Results]] = {
+        f"exact, but the mean kept in {kind}": lambda at, kind=kind: {  # type: ignore[misc]
+            "dx": backward_from(kind, at.x, (at.gamma * at.dy).astype(at.x.dtype), at.eps)
         }
-        for way in ("bfloat16", "float32", "float64")
+        for kind in ("bfloat16", "float32", "float64")
     }
     scales = {
         "1e-40, eps 0": make_input(1e-40 * normal(), eps=0.0),
@@ -189,7 +189,7 @@ def tables() -> list[Table]:
     every = (*back, "jax.nn.standardize")
     return [
         Table("offset", offsets, relative, None, by_moments),
-        Table("saved", offsets, relative_to_g, back, kept),
+        Table("saved", offsets, relative_to_g, back, by_means),
         Table("range", scales, relative),
         Table("constant", constants, relative),
         Table("outlier", outliers, ulp_at_outlier, back),

@@ -1,8 +1,8 @@
 """
-The common ways to normalize a row, in float32 and in NumPy: what the tables and a picture compare.
+The common ways to normalize a row, in NumPy, for the tables and a picture.
 
-Each is a way to get the statistics, or to go back, and nothing else; every operation rounds to
-float32. Sums over a row are NumPy's pairwise ones, but for Welford's, which is sequential.
+Each function computes statistics, or a backward, and nothing else. Every operation rounds to float32.
+Sums over a row are NumPy's pairwise ones; Welford's is sequential.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def mean_of(v: Array) -> Array:
 
 
 def two_pass(x: Array) -> tuple[Array, Array]:
-    """Return the mean, rounded, and the mean square of what is left."""
+    """Return the mean, rounded, and the mean square of x less that mean."""
     mean = mean_of(x)
     return mean, mean_of(np.square(x - mean))
 
 
 def one_pass(x: Array) -> tuple[Array, Array]:
-    """E[x^2] - E[x]^2."""
+    """Return the mean, and E[x^2] - E[x]^2."""
     mean = mean_of(x)
     return mean, mean_of(x * x) - mean * mean
 
 
 def welford(x: Array) -> tuple[Array, Array]:
-    """Update mean and sum of squares element by element."""
+    """Return mean and variance, updated element by element."""
     mean = np.zeros((len(x), 1), x.dtype)
     squares = np.zeros_like(mean)
     for count in range(x.shape[1]):
@@ -60,7 +60,7 @@ def normalize(x: Array, moments: Moments, eps: float) -> Array:
 
 
 def corrected(x: Array, eps: float) -> Array:
-    """Two passes, all in x's dtype, the rounding of the mean taken out by a second mean."""
+    """Return xhat by two passes in x's dtype; a second mean removes the rounding of the first."""
     with np.errstate(all="ignore"):
         centered = x - mean_of(x)
         centered = centered - mean_of(centered)
@@ -68,19 +68,19 @@ def corrected(x: Array, eps: float) -> Array:
     return xhat
 
 
-def backward_from(kept: str, x: Array, g: Array, eps: float) -> Array:
-    """Return dx in exact-enough float64, but for the mean, kept in another dtype since the forward."""
+def backward_from(dtype: str, x: Array, g: Array, eps: float) -> Array:
+    """Return dx in float64 from a mean that the forward kept in `dtype`."""
     wide, g = x.astype(np.float64), g.astype(np.float64)
     mean, var = two_pass(wide)
     rstd = 1 / np.sqrt(var + eps)
-    xhat = (wide - mean.astype(parse(kept)).astype(np.float64)) * rstd
+    xhat = (wide - mean.astype(parse(dtype)).astype(np.float64)) * rstd
     q = g - mean_of(g)
     dx: Array = rstd * (q - xhat * mean_of(q * xhat))
     return dx.astype(x.dtype)
 
 
 def rounded_before_gamma(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
-    """Round xhat to the type of x, then apply gamma and beta in float32, and round again."""
+    """Return y with xhat rounded to the dtype of x before gamma and beta are applied in float32."""
     xhat = normalize(x.astype(np.float32), two_pass, eps).astype(x.dtype)
     scale, value, shift = (part.astype(np.float32) for part in (gamma, xhat, beta))
     return (scale * value + shift).astype(x.dtype)

@@ -55,8 +55,8 @@ def __getattr__(name: str) -> Any:
     for room, names in _LATER.items():
         if name in names.split():
             module = importlib.import_module(f"{__name__}.{room}")
-            found = globals()[name] = getattr(module, name)
-            return found
+            value = globals()[name] = getattr(module, name)
+            return value
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
 

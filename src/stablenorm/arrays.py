@@ -1,7 +1,7 @@
 """
-How arrays are converted, checked and made: NumPy's here, and by the same names CuPy's in `stablenorm.cuda`.
+Conversion, checks and allocation of NumPy arrays; `stablenorm.cuda` has the same names for CuPy's.
 
-A CUDA array is recognised by its protocols: nothing of CUDA is loaded to find that there is none.
+The protocols of an array tell whether it is on a CUDA device; no CUDA library is loaded to ask.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def on_cuda_device(value: Any) -> bool:
     """Tell whether the elements of `value` are in the memory of a CUDA device."""
     if isinstance(value, (np.ndarray, np.generic)):
         return False
-    # Others' attributes raise whatever they like where they do not apply.
+    # An attribute of another library may raise any exception.
     with contextlib.suppress(Exception):
         return value.__dlpack_device__()[0] in _CUDA_KINDS
     with contextlib.suppress(Exception):
@@ -33,12 +33,12 @@ def on_cuda_device(value: Any) -> bool:
 
 
 def is_lazy(value: Any) -> bool:
-    """Tell whether `value` is a Dask array; Dask is not loaded to find that it is none."""
+    """Tell whether `value` is a Dask array, without loading Dask."""
     return type(value).__module__.startswith("dask.array")
 
 
 def is_lazy_cache(value: Any) -> bool:
-    """Tell whether `value` is what a forward on a Dask array returned."""
+    """Tell whether `value` is the cache of a forward on a Dask array."""
     return is_lazy(getattr(value, "x", None))
 
 
@@ -70,7 +70,7 @@ def refuse_others(name: str, value: Any) -> None:
 
 
 def target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return `array`, if a result of this shape and dtype can be written into it."""
+    """Return `array`; raise unless a result of this shape and dtype can be written into it."""
     if on_cuda_device(array):
         raise TypeError(mixed(name, array, "in host memory"))
     if not isinstance(array, np.ndarray):
@@ -107,7 +107,7 @@ def check_distinct(name: str, array: Any) -> None:
 
 
 def mixed(name: str, value: Any, others: str) -> str:
-    """Say that `value` is not where the other arguments are."""
+    """Return the message that `value` is not in the memory of the other arguments."""
     kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     return (
         f"{name} must be {others}, like the other arguments, got {kind}; cupy.asarray copies an "
@@ -154,7 +154,7 @@ def normalized_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int
 
 
 def show_axes(axes: tuple[int, ...]) -> str:
-    """Spell axes as their user would: an int where there is one."""
+    """Write axes as a user would: one axis as an int."""
     return str(axes[0]) if len(axes) == 1 else str(axes)
 
 

@@ -21,7 +21,7 @@ def _module(backend: str) -> Any:
 
 
 def run(backend: str, call: Any) -> Any:
-    """Do a call by a backend or, where that declines it, by samples or the reference; return what it returns."""
+    """Do a call by a backend or, if that declines, sample by sample or by the reference; return its result."""
     operation, samples = OPERATIONS[type(call)], getattr(call, "samples", 1)
     if samples == 1 or backend != "numpy":
         done = implementation(operation, backend)(call)
@@ -29,7 +29,7 @@ def run(backend: str, call: Any) -> Any:
             return done
     if samples == 1:
         return getattr(reference, operation)(call)
-    # The gamma of one sample may be out of range, and those of others within.
+    # The gamma of one sample may be out of range while others are within.
     parts = [run(backend, sample(call, i)) for i in range(samples)]
     return joined(parts) if getattr(call, "keep", False) else None
 
@@ -75,7 +75,7 @@ def choose(backend: str | None, on_device: bool = False) -> str:
     if backend is None:
         return _default()
     if backend == "cuda":
-        # First say whether this machine lacks something.
+        # A missing device or library is reported first.
         _module(backend).check_usable()
         msg = (
             'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '

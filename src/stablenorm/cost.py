@@ -15,9 +15,9 @@ from stablenorm.formats import check_dtype, parse
 from stablenorm.reference.blocks import BLOCK
 
 DIRECTIONS = ("forward", "backward")
-# Forward and backward, each for at most 32 bits and for float64: flops per element, as the page
-# "Time and memory" counts them; and words that the passes of plain NumPy move, or blocks that the
-# reference holds.
+# For forward and backward, each for at most 32 bits and for float64: the flops per element, as the page
+# "Time and memory" counts them, and the words per element that the passes of plain NumPy move, or the
+# blocks that the reference allocates.
 PROGRAMS = {
     "plain NumPy": {"layer": (((8, 16), (8, 16)), ((11, 23), (11, 23))),
                     "rms": (((5, 11), (5, 11)), ((9, 20), (9, 20)))},
@@ -50,13 +50,13 @@ def count_cost(
     Parameters
     ----------
     program : {"plain NumPy", "reference", "fused CPU kernel"}
-        Whose operations.
+        The program whose operations are counted.
     direction : {"forward", "backward"}
-        All outputs of it.
+        The direction; all its outputs are computed.
     matrix : tuple of two ints
         Rows, and elements of a row.
     dtype : dtype or str
-        Of x, gamma, beta and dy alike: float16, bfloat16, float32 or float64.
+        The dtype of x, gamma, beta and dy: float16, bfloat16, float32 or float64.
     kind : {"layer", "rms"}, default: "layer"
         Which norm.
 
@@ -71,11 +71,11 @@ def count_cost(
     flops, extra = PROGRAMS[program][kind][backward][s == 8]
     size = rows * n
     if program == "plain NumPy":
-        # x, dy, y and dx have s bytes per element, all else c. At most four arrays of c live.
+        # Elements of x, dy, y and dx have s bytes, all others c. At most four arrays of c exist at a time.
         c = max(s, 4)
         return Cost(flops * size, (2 * s + extra * c) * size, 4 * c * size)
-    # Bytes that must move: x, gamma, beta in, y, statistics out; dy, x, statistics, gamma in,
-    # dx and the two sums out.
+    # A forward must read x, gamma and beta, and write y and the statistics. A backward must read dy, x,
+    # the statistics and gamma, and write dx and the two sums.
     statistics, block = rows * _statistics(s, kind), 8 * min(max(1, BLOCK // n), rows) * n
     held = s * size + (2 * s * n if backward else statistics) + extra * block
     return Cost(flops * size, (2 + backward) * s * (size + n) + statistics, held)
@@ -85,7 +85,7 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
     """
     Count the bytes that must live from the forward to the backward, beside x and gamma.
 
-    By what is kept, of so many rows and elements of a row in `dtype`; this package keeps the first.
+    The keys name the ways to save a forward of `matrix`, rows and elements of a row; this package has the first.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
 
 
 def _statistics(s: int, kind: str) -> int:
-    """Bytes per row: two words of the mean, not in RMS norm, one of rstd; one more of float64."""
+    """Return bytes per row: two words of the mean (none for RMS norm), one of rstd; one more of each for float64."""
     return 8 * {"layer": (3, 5), "rms": (1, 2)}[kind][s == 8]
 
 

@@ -1,8 +1,8 @@
 """
-The public functions on Dask arrays, chunk by chunk. Imported only where there is one: it loads Dask.
+The public functions on Dask arrays, chunk by chunk. Imported for a Dask array alone: it loads Dask.
 
-Nothing is computed here but names, shapes and checks. The first task of a block returns all that the
-call made of it; what the user holds, y, the cache, dx, refers to it by tasks that only take a part.
+This module computes names, shapes and checks only. The first task of a block returns all results of the
+call on it; y, the cache and dx refer to this task by further tasks, each of which takes one part.
 """
 
 import itertools
@@ -29,22 +29,22 @@ from stablenorm.reference import doubledouble as sums
 from stablenorm.reference import uncertified as integers
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
-# An array whose axes are some of those of x, and which; or two times None.
+# An array and the axes of x that its axes are, or (None, None).
 Operand = tuple[Any, Any]
 _NOTHING: Operand = None, None
 
-# How many sums are merged at a time: enough that the tree is a small part of the tasks.
+# Sums that one task merges: with eight, the tree is a small part of the tasks.
 _FAN_IN = 8
 
 
 def threads_of_task() -> int | None:
-    """Return how many threads a task may use: one, where the scheduler has others of its own."""
-    # In the main thread the scheduler runs one task at a time: None is as many as always.
+    """Return the number of threads for a task: one if the scheduler has threads of its own, else None."""
+    # In the main thread the scheduler runs one task at a time; None is the usual number.
     return None if threading.current_thread() is threading.main_thread() else 1
 
 
 def convert(name: str, value: Any) -> Any:
-    """Return an argument, its dtype checked and in this machine's byte order; a Dask array stays one."""
+    """Return an argument with its dtype checked, in this machine's byte order; Dask arrays stay lazy."""
     if not is_lazy(value):
         return arrays.convert(name, value)
     check_blocks(name, value)
@@ -53,7 +53,7 @@ def convert(name: str, value: Any) -> Any:
 
 
 def check_blocks(name: str, array: Array) -> None:
-    """Raise unless the shape of a Dask array is known, and its blocks are NumPy's."""
+    """Raise unless the shape of a Dask array is known, and its blocks are NumPy arrays."""
     if any(math.isnan(length) for length in array.shape):
         msg = f"{name} must have known chunk sizes, got {array.chunks}; call compute_chunk_sizes()"
         raise ValueError(msg)
@@ -63,13 +63,13 @@ def check_blocks(name: str, array: Array) -> None:
 
 
 def operand(value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
-    """Return `value`, whose axes are these of x or have length 1, cut as x is."""
+    """Return `value` with the chunks of x; its axes are `axes` of x, or have length 1."""
     if value is None:
         return _NOTHING
     if not is_lazy(value):
-        # One block, which all tasks refer to.
+        # All tasks refer to one block.
         value = from_array(value, chunks=-1)
-    # An axis of length 1 may be cut too, into it and chunks of nothing.
+    # Even an axis of length 1 may be cut, into chunks of length 1 and 0.
     pairs = zip(axes, value.shape, strict=True)
     chunks = tuple(x.chunks[i] if length == x.shape[i] else (1,) for i, length in pairs)
     return value.rechunk(chunks), axes
@@ -78,28 +78,28 @@ def operand(value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
 def of_blocks(
     name: str, function: Any, *operands: Operand, dtype: Any = object, ones: tuple[int, ...] = ()
 ) -> Array:
-    """Return what a function makes of blocks of operands: like the first, but 1 along `ones`."""
+    """Return the results of a function on blocks: chunks like the first operand, but 1 along `ones`."""
     axes = operands[0][1]
     options = {"meta": np.empty((0,) * len(axes), dtype), "adjust_chunks": dict.fromkeys(ones, 1)}
-    # They are cut alike already; and chunks of nothing are not what Dask expects.
+    # Operands have equal chunks already, and Dask's alignment does not expect chunks of length 0.
     options |= {"name": name, "align_arrays": False}
     return blockwise(function, axes, *itertools.chain(*operands), **options)  # type: ignore[no-any-return]
 
 
-def renamed(made: Array, what: str) -> str:
-    """Return the name of what is made of `made`."""
-    first, _, token = made.name.rpartition("-")
-    return f"{first}-{what}-{token}"
+def renamed(array: Array, word: str) -> str:
+    """Return the name of a further array that is computed from `array`."""
+    first, _, token = array.name.rpartition("-")
+    return f"{first}-{word}-{token}"
 
 
-def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
-    """Return what is at `index` of each block of `made`."""
-    operands = (made, tuple(range(made.ndim))), (index, None)
-    return of_blocks(renamed(made, what), getitem, *operands, dtype=dtype)
+def part_of(array: Array, index: int, word: str, dtype: Any) -> Array:
+    """Return the item at `index` of each block of `array`."""
+    operands = (array, tuple(range(array.ndim))), (index, None)
+    return of_blocks(renamed(array, word), getitem, *operands, dtype=dtype)
 
 
 def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
-    """Return sums cut like `like`, of these axes of `parts`; along others blocks merge in order."""
+    """Return sums with the chunks of `like`, whose axes are `axes` of `parts`; other blocks merge in order."""
     groups, tasks = dict[Any, list[Any]](), dict[Any, Task]()
     for at in itertools.product(*map(range, parts.numblocks)):
         counts = zip(axes, like.numblocks, strict=True)
@@ -120,14 +120,14 @@ def merged(name: str, parts: Any, like: Array, axes: Any) -> Operand:
 
 class LazyCache(SimpleNamespace):
     """
-    The cache of a forward on a Dask array: what `Cache` has, as lazy arrays; `kept` are the caches of blocks.
+    The cache of a forward on a Dask array: the fields of `Cache` as lazy arrays; `blocks` are the caches of blocks.
 
-    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is.
+    It is no Dask collection, so `dask.compute` and `dask.persist` leave it as it is.
     """
 
     def __repr__(self) -> str:
         """Return the shape, the dtype and the number of blocks on one line."""
-        x = f"{self.x.dtype} {self.x.shape}, {self.kept.npartitions} blocks"
+        x = f"{self.x.dtype} {self.x.shape}, {self.blocks.npartitions} blocks"
         return f"LazyCache(x: {x}, axis: {self.axis}, rounding: {self.norm.rounding!r})"
 
 
@@ -138,7 +138,7 @@ def _word(bare: Cache, x: Any, which: str) -> Any:
 def forward(
     x: Any, norm: Norm, axis: Any, out: Any, backend: Any, keep: bool, residual: Any, where: Any
 ) -> tuple[Array, LazyCache | None]:
-    """Do what `operations.forward` does with an x that is a Dask array."""
+    """Do the work of `operations.forward` for an x that is a Dask array."""
     checks.check_combinations([checks.DASK], out=out)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
@@ -151,7 +151,7 @@ def forward(
         raise ValueError(msg)
     residual = checks.of_shape(convert, "residual", residual, x.shape, optional=True)
     if is_lazy(where):
-        # Its elements are looked at block by block.
+        # Tasks check the elements, block by block.
         check_blocks("where", where)
         checks.check_mask(where, x.shape)
     elif where is not None:
@@ -167,19 +167,19 @@ def forward(
     made = of_blocks(name, partial(_forward, call), *operands, dtype=object if keep else x.dtype)
     if not keep:
         return made, None
-    y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
+    y, blocks = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
     if residual is not None:
         x = part_of(made, 2, "sum", x.dtype)
-    cache = LazyCache(x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, kept=kept)
+    cache = LazyCache(x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, blocks=blocks)
     for word in ("mean", "rstd"):
-        of_word = (kept, every), (x, every), (word, None)
-        lazy = of_blocks(renamed(kept, word), _word, *of_word, dtype=np.float64, ones=axes)
+        of_word = (blocks, every), (x, every), (word, None)
+        lazy = of_blocks(renamed(blocks, word), _word, *of_word, dtype=np.float64, ones=axes)
         setattr(cache, word, lazy)
     return y, cache
 
 
 def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> Any:
-    """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
+    """Return y of a block; if asked also its cache without arrays, and with a residual the sum."""
     norm, axes, backend, keep = call
     norm, threads = Norm._make((*parameters, *norm[2:])), threads_of_task()
     y, cache = operations.forward(x, norm, axes, None, backend, keep, residual, where, threads)
@@ -194,7 +194,7 @@ def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
 
 
 def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
-    """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
+    """Return gamma and beta as operands; leading axes have the chunks of x."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
     return [operand(v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for v in norm[:2]]
 
@@ -202,7 +202,7 @@ def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
 def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
-    """Do what `operations.backward` does with the cache of a Dask array."""
+    """Do the work of `operations.backward` for the cache of a Dask array."""
     checks.check_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
     checks.check_combinations([checks.DASK], out=out, **dict(zip(names, others, strict=True)))
@@ -214,12 +214,12 @@ def backward(
     dsum = checks.of_shape(convert, "dsum", dsum, x.shape, optional=True)
     every = tuple(range(x.ndim))
     of_dy, of_dsum = operand(dy, x, every), operand(dsum, x, every)
-    block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
-    # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
-    name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
+    block = (x, every), *_parameters(norm, x, cache.axis), (cache.blocks, every)
+    # The word is "gradients": Dask hides "backward", which it takes for a token of eight letters.
+    name = f"{kind}-norm-gradients-{tokenize(dy, cache.blocks, dsum, asked)}"
     made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, _NOTHING, *block)
     gradients: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
-    # Sums of narrower numbers never leave float64's range in between.
+    # Partial sums of narrower numbers never leave the range of float64.
     exact = norm.rounding == "nearest" or np.float64 in (x.dtype, dy.dtype)
     for i, parameter in enumerate(norm[:2]):
         is_wanted = NAMES[i + 1] in asked and parameter is not None
@@ -228,7 +228,7 @@ def backward(
 
 
 def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block: sums as PARTIAL or, of uncertified columns, exact ones."""
+    """Return the gradients of a block: sums as PARTIAL or, for uncertified columns, exact sums."""
     x, norm, axes, statistics, backend, where = _filled(*block)
     dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
     totals: list[Any] = [None, None]
@@ -236,26 +236,26 @@ def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> 
         if parameter is not None and NAMES[1 + i] in asked:
             zeros = np.zeros(parameter.shape, sums.PARTIAL)
             totals[i] = zeros if uncertified is None else np.where(uncertified, integers.NOTHING, 0)
-    out, how = Gradients(dx, *totals), "pairs" if uncertified is None else "exact"
+    out, mode = Gradients(dx, *totals), "pairs" if uncertified is None else "exact"
     if uncertified is None or uncertified.any():
-        extra: Any = {"where": where, "sums": how, "threads": threads_of_task()}
+        extra: Any = {"where": where, "sums": mode, "threads": threads_of_task()}
         operations.run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
     return out
 
 
 def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ...]) -> Array:
-    """Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`."""
-    (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
-    parts = part_of(made, 1 + i, f"{what}-sum", object)
+    """Return dgamma (i = 0) or dbeta (i = 1) from the results of `_backward` on each `block`."""
+    (like, axes), name = block[1 + i], ("dgamma", "dbeta")[i]
+    parts = part_of(made, 1 + i, f"{name}-sum", object)
     total = merged(renamed(parts, "merged"), parts, like, axes)
     result = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None))
-    values, uncertified = part_of(result, 0, what, like.dtype), part_of(result, 1, "asked", bool)
+    values, uncertified = part_of(result, 0, name, like.dtype), part_of(result, 1, "asked", bool)
     if not exact:
         return values
-    # Uncertified columns are asked of each block again: so Dask holds x and dy.
+    # Each block computes uncertified columns again: this keeps x and dy in memory.
     operands = dy, _NOTHING, (uncertified, axes), *block
     again = of_blocks(renamed(parts, "again"), partial(_backward, NAMES[1 + i : 2 + i]), *operands)
     others = merged(renamed(parts, "exact"), part_of(again, 1 + i, "sum", object), like, axes)
     return of_blocks(
-        renamed(made, what), integers.with_exact, (values, axes), others, dtype=like.dtype
+        renamed(made, name), integers.with_exact, (values, axes), others, dtype=like.dtype
     )

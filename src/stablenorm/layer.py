@@ -83,7 +83,7 @@ class _Layer:
         return cast(Array, dx)
 
 
-# The parameters are those of _Layer, which numpydoc does not look for.
+# numpydoc does not see the parameters, which _Layer has.
 class LayerNorm(_Layer):  # numpydoc ignore=PR02
     """
     Layer normalization with its own gamma and beta.

@@ -1,7 +1,7 @@
 """
-Time functions side by side, and the copy that they are measured against; the norms to be timed.
+Time functions side by side, and a plain copy for comparison; make the norms to be timed.
 
-A measurement takes functions and knows nothing of what they do. It assumes that nothing else of this
+A measurement takes functions and knows nothing of their purpose. It assumes that nothing else of this
 process runs meanwhile.
 """
 
@@ -26,18 +26,18 @@ Call = Callable[[], Any]
 PASSES = {"forward": 2, "backward": 3}
 ROUNDINGS: tuple[Rounding, ...] = "fast", "nearest"
 
-# A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
+# Seconds of a sample: more than a thousand times the tens of nanoseconds that reading the clock costs.
 _BURST = 3e-4
 # Thread pools keep spinning after a call, on the cores that the next candidate needs: GNU OpenMP's,
-# as PyTorch comes with, for up to 10 ms. With pauses of 5 ms, what came after it was timed on one
-# processor of two (2-core AMD EPYC 9005).
+# which PyTorch includes, for up to 10 ms. With pauses of 5 ms, the candidate after PyTorch was timed on
+# one processor of two (2-core AMD EPYC 9005).
 _SETTLE = 2e-2
-# Seconds of calls that are not counted, after a pause: processors come out of it slowly. Nine calls
-# of (2, 128, 1024) took 50 to 60 us each, and 35 where a hundred had gone before (same machine).
+# Seconds of calls that are not counted: processors come slowly out of a pause. Nine calls of
+# (2, 128, 1024) took 50 to 60 us each, but 35 us after a hundred calls (same machine).
 _WARM = 1e-2
-# A call as long as this warms its caches and clocks up itself, and another of it would be dear.
+# Seconds of a call that warms up caches and clocks itself; a further call would take too long.
 _LONG = 0.2
-# Well beyond the caches of any machine of today that this is likely to run on.
+# More than the caches of today's usual machines.
 COPY_BYTES = 2**28
 
 
@@ -55,10 +55,10 @@ def measure_interleaved(
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
 
-    What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
-    After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
-    as last 0.3 ms, at least one. Before it come 20 ms of sleep, until the threads of the
-    candidate before stop spinning, and 10 ms of calls that are not counted.
+    Slow changes of a machine (its clock, its neighbours) then reach all candidates alike. After `limit`
+    seconds no further round begins, once there are `least`. A sample is as many calls as last 0.3 ms,
+    at least one. Before each sample come 20 ms of sleep, in which the threads of the previous candidate
+    stop spinning, and 10 ms of calls that are not counted.
     """
     samples: dict[Any, list[float]] = {name: [] for name in candidates}
     counts = {name: _calibrate(function) for name, function in candidates.items()}
@@ -70,12 +70,12 @@ def measure_interleaved(
             time.sleep(_SETTLE)
             samples[name].append(_sample(candidates[name], *counts[name]))
         order.append(order.pop(0))
-    quartiles = {k: np.quantile(each, (0.5, 0.25, 0.75)).tolist() for k, each in samples.items()}
+    quartiles = {k: np.quantile(v, (0.5, 0.25, 0.75)).tolist() for k, v in samples.items()}
     return {name: Timing(*three) for name, three in quartiles.items()}
 
 
 def make_copy(source: Array, target: Array, threads: int) -> Call:
-    """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
+    """Return a function that copies `source` to `target`; each of `threads` copies one part."""
     parts = [np.array_split(array.reshape(-1), threads) for array in (target, source)]
     # The pool lives as long as the function. np.copyto releases the interpreter lock.
     pool = ThreadPoolExecutor(threads)
@@ -83,14 +83,14 @@ def make_copy(source: Array, target: Array, threads: int) -> Call:
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
-    """Return what memory can move, by so many threads: bytes read and written a second by a copy."""
+    """Return the bytes that a copy by so many threads reads and writes in a second."""
     source, target = np.ones((2, nbytes), np.int8)
     copy = make_copy(source, target, threads)
     return 2 * nbytes / measure_interleaved({"copy": copy}, rounds=7)["copy"].median
 
 
 def _calibrate(function: Call) -> tuple[int, float]:
-    """Call without counting; return how many calls make a burst, and seconds to warm it up."""
+    """Return the number of calls in a sample, and the seconds of uncounted calls before it."""
     time.sleep(_SETTLE)
     # The first call may compile something, and touches the pages of its outputs.
     function()
@@ -98,17 +98,17 @@ def _calibrate(function: Call) -> tuple[int, float]:
     while True:
         seconds = _sample(function, count, 0)
         if count * seconds < _LONG / 2:
-            # One sample may be a thousand times too long, where threads of two libraries meet;
-            # taken for the truth it would make every burst a single call.
+            # One sample may be a thousand times too long if threads of two libraries meet. It alone
+            # would make every later sample a single call.
             seconds = min(seconds, *(_sample(function, count, 0) for _ in range(4)))
         if count * seconds >= _BURST:
             return count, _WARM if seconds < _LONG else 0
-        # At most tenfold at a time: the estimate from few calls is too high, never far too low.
+        # At most tenfold at a time: an estimate from few calls is too high, but never far too low.
         count = min(10 * count, math.ceil(1.1 * _BURST / max(seconds, 1e-9)))
 
 
 def _sample(function: Call, calls: int, warm: float) -> float:
-    """Seconds a call, over `calls` of them after `warm` seconds, without garbage collection."""
+    """Return the seconds of a call, over `calls` of them after `warm` seconds, without garbage collection."""
     timer, end = Timer(function), time.perf_counter() + warm
     while time.perf_counter() < end:
         function()
@@ -130,10 +130,10 @@ class Problem(NamedTuple):
 
 
 def make_problem(shape: Sequence[int], dtype: str) -> Problem:
-    """Draw N(0, 1), gamma around 1; timings do not depend on the values."""
+    """Draw x and dy from N(0, 1), gamma around 1; timings do not depend on the values."""
     rng = np.random.default_rng(0)
     kind = parse(dtype)
-    # The same again beyond that: drawing fills memory ten times as slowly as what is timed.
+    # Larger arrays repeat these numbers: drawing fills memory ten times as slowly as a norm does.
     count = min(math.prod(shape), 2**22)
     x, dy = (np.resize(rng.standard_normal(count).astype(kind), shape) for _ in range(2))
     beta = rng.standard_normal(shape[-1]).astype(kind)
@@ -145,7 +145,7 @@ def make_problem(shape: Sequence[int], dtype: str) -> Problem:
 def make_candidates(
     problem: Problem, backend: Any, rounding: Any = "fast", kind: str = "layer"
 ) -> dict[str, dict[str, Call]]:
-    """Return, per direction, the calls with fresh outputs and with `out=`."""
+    """Return by direction the calls with fresh outputs and with `out=`."""
     x, gamma, beta, dy, y, gradients = problem
     norm, pull = FUNCTIONS[kind]
     forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
@@ -158,9 +158,9 @@ def make_candidates(
 
 
 def usable_backends() -> list[str]:
-    """Return the names of those that can be loaded here."""
-    found = []
+    """Return the names of the backends that can be loaded here."""
+    usable = []
     for name in BACKENDS:
         with contextlib.suppress(ImportError):
-            found.append(choose(name))
-    return found
+            usable.append(choose(name))
+    return usable

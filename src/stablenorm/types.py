@@ -1,4 +1,4 @@
-"""The names and dtypes that every floor shares: what goes in, what comes out, what is kept."""
+"""The types that every floor shares: gradients, norms, statistics and caches."""
 
 import math
 import operator
@@ -14,7 +14,7 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 bfloat16 = BFLOAT16.dtype
 
-# Words that arguments take, for type checkers.
+# Words for arguments, for type checkers.
 Rounding = Literal["fast", "nearest"]
 Backend = Literal["native", "numpy", "cuda"]
 Name = Literal["x", "gamma", "beta"]
@@ -38,7 +38,6 @@ class Norm(NamedTuple):
     kind: str = "layer"
     # y = (gamma + gamma_offset) * xhat + beta, the sum exact.
     gamma_offset: float = 0.0
-    # "fast" or "nearest".
     rounding: str = "fast"
 
 
@@ -52,7 +51,7 @@ class Statistics(NamedTuple):
     whose elements differ in their last bit (float32, n = 50 000: 374 ulp without, 0.45 with it).
     """
 
-    # Arrays; None of RMS norm.
+    # Arrays; None for RMS norm.
     mean: Any
     mean_lo: Any
     rstd: Array
@@ -69,7 +68,7 @@ class Statistics(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, all rows together."""
+        """The bytes of all rows together."""
         return sum(part.nbytes for part in self if part is not None)
 
     @property
@@ -85,7 +84,7 @@ class Statistics(NamedTuple):
 
 
 def joined(parts: list[Statistics]) -> Statistics:
-    """Return the statistics of successive parts as those of all rows: the words that all have."""
+    """Return the statistics of successive parts as those of all rows; keep the words that all parts have."""
     if len(parts) == 1:
         return parts[0]
     return Statistics._make(

@@ -11,12 +11,12 @@ from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.operations import backward, forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
-# Makes a NamedTuple in half the time.
+# The faster constructor of a NamedTuple: half the time.
 _new = tuple.__new__
 
 
 def on_dask() -> Any:
-    """Return what does calls on Dask arrays; whoever has one has loaded Dask."""
+    """Return the module for Dask arrays; a caller with such an array has loaded Dask."""
     from stablenorm import dask  # noqa: PLC0415
 
     return dask

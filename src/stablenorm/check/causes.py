@@ -21,7 +21,7 @@ Guess = tuple[str, Array, Array]
 
 
 def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield words for each mistake, " in {}" left out, and what it puts in place of the right parts."""
+    """Yield words for each mistake, without " in {}", and the parts that replace the right ones."""
     case, var, rstd, is_layer = of.case, of.var, of.rstd, of.is_layer
     eps, per_less = case.eps, case.n / max(case.n - 1, 1)
     if is_layer:
@@ -57,27 +57,26 @@ def _causes(name: str, of: Expected) -> Iterator[tuple[str, dict[str, Any]]]:
         # A factor of rstd short, or one too many: rstd^3 goes with x.
         yield "the xhat term lacks rstd", {"third": of.s}
         yield "the xhat term has rstd twice", {"third": of.rstd}
-    for term, what, product in terms:
-        yield f"{what} is missing from {{}}", {term: 0.0}
-        yield f"{what} is subtracted twice", {term: 2.0}
-        yield f"{what} is added, not subtracted", {term: -1.0}
-        yield f"{what} is divided by n - 1", {term: per_less}
-        yield f"{what} is not divided by n", {term: case.n}
+    for term, words, product in terms:
+        yield f"{words} is missing from {{}}", {term: 0.0}
+        yield f"{words} is subtracted twice", {term: 2.0}
+        yield f"{words} is added, not subtracted", {term: -1.0}
+        yield f"{words} is divided by n - 1", {term: per_less}
+        yield f"{words} is not divided by n", {term: case.n}
         for axes in (slice(1), slice(-1)):
             mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
             times = np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product)
-            yield f"{what} is a mean over the leading axes, not the last, in {{}}", {term: times}
+            yield f"{words} is a mean over the leading axes, not the last, in {{}}", {term: times}
     yield "rstd is missing from {}", {"factor": 1 / of.rstd}
     yield "rstd is applied twice", {"factor": of.rstd}
     yield "{} has the wrong sign", {"factor": -1.0}
-    # Gamma goes in before the projection, not after it.
     yield "gamma is applied twice", {"before": of.gamma**2}
     yield "gamma is not applied", {"before": 1.0}
     yield "gamma is applied after the projection", {"before": 1.0, "after": of.gamma}
 
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
-    """Name what is wrong with the outputs that are; nothing where that is not sure."""
+    """Name the mistakes in wrong outputs; leave out outputs whose mistake is not certain."""
     said: dict[str, list[str]] = {}
     for output in judged:
         # Rows of one element have dx = 0, whatever the formula.
@@ -92,17 +91,17 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
 
 
 def _explained(judged: Judged) -> str:
-    """Name what is wrong with one output, (rows, n) or (n,) in float64; empty if not sure."""
+    """Name the mistake in one output, (rows, n) or (n,) in float64; empty if it is not certain."""
     name, of, actual = judged.name, judged.expected, judged.actual
     value, bound = judged.value, judged.plain
     if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
     guesses = (_of_sum if name in ("dgamma", "dbeta") else _changed)(name, of, bound)
     explained = {words for words, *guess in guesses if _equal(actual, *guess)}
-    # Two that are as simple are none.
+    # Two equally simple causes: neither is certain.
     if explained:
         return explained.pop() if len(explained) == 1 else ""
-    # Fewer elements than 5 can be on a line by chance.
+    # Fewer than 5 elements can be multiples by chance.
     if actual.size < 5 or not value.any():
         return ""
     factor = float(np.vdot(actual, value) / np.vdot(value, value))
@@ -123,32 +122,32 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     if not np.isfinite(matrix).all():
         return
     fit = np.linalg.pinv(matrix) @ actual[..., None]
-    for rstd, how in ((of.rstd, ""), (of.var**-0.5, " without eps")):
-        # Each row has the same powers; where rstd is 1, it has any.
+    for rstd, end in ((of.rstd, ""), (of.var**-0.5, " without eps")):
+        # All rows have the same powers; a row with rstd 1 has any.
         powers = np.round(np.nanmedian(np.log(fit[..., 0]) / np.log(rstd), axis=0)) + 0.0
         scales = [rstd**power for power in powers]
         made = sum(scale * matrix[..., i] for i, scale in enumerate(scales))
         size = np.max(scales, axis=0) * np.max(np.abs(powers), initial=1)
-        has = [f"{t} has rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1]
+        has = [f"{t} has rstd^{p:.0f}{end}" for t, p in zip(terms, powers, strict=True) if p != 1]
         words = " and ".join(has) + " in place of rstd in {}"
         if len(has) == len(terms) and len(set(powers)) == 1:
-            words = f"{{}} has rstd^{powers[0]:.0f}{how} in place of rstd"
+            words = f"{{}} has rstd^{powers[0]:.0f}{end} in place of rstd"
         yield words, made, size * of.dx_bounds(of.g, of.xhat)[0]
 
 
 def _equal(actual: Array, value: Array, bound: Array) -> bool:
-    # Twice: the bound is the program's own rounding, and the checker has some as well.
+    # Twice the bound: it covers the program's rounding, and the checker rounds as well.
     return not (excess(actual, value, 2 * bound) > 1).any()
 
 
 def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
-    """Yield what each cause would make of one output."""
+    """Yield the output that each cause would produce."""
     right = {"rstd": of.rstd, "mean": of.mean, "before": of.gamma, "after": 1.0, "factor": 1.0}
     right |= {"second": float(of.is_layer), "third": 1.0}
     for words, wrong in _causes(name, of):
         said = words + " in {}" * ("{}" not in words)
         rstd, mean, before, after, factor, second, third = (right | wrong).values()
-        # The difference of the means: rounding a mean once more would hide the change.
+        # Add the difference of the means: rounding a mean once more would hide the change.
         xhat = (of.centered + (of.mean - mean)) * rstd
         grown = slack * np.max(np.abs(rstd / of.rstd), initial=1.0)
         if name == "y":
@@ -156,17 +155,17 @@ def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
         elif name == "dx":
             g, most = of.dy * before, np.maximum(np.abs(second), np.abs(third))
             bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, most)
-            # Divided by s at the end, so that nothing overflows on the way.
+            # Divide by s at the end, so that no intermediate overflows.
             scale = rstd / of.rstd * factor * after / of.s
             terms = g - second * row_mean(g) - third * (xhat * row_mean(g * xhat))
             yield said, scale * terms, np.abs(scale) * bound
-        # Gamma is in no dgamma.
+        # dgamma does not contain gamma.
         elif "before" not in wrong:
             yield said, np.sum(of.dy * xhat, axis=0), grown
 
 
 def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
-    """Yield what mistakes would make of dgamma or dbeta."""
+    """Yield the dgamma or dbeta that each mistake would produce."""
     own = of.dy * of.xhat if name == "dgamma" else of.dy
     total, rows = own.sum(axis=0), len(own)
     yield "{} is zero", 0 * total, 0 * total
@@ -191,10 +190,10 @@ def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
 
 
 def _fault(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) -> str:
-    """Say which element, row or column alone is wrong, and how; nothing if there is more."""
+    """Say which single element, row or column is wrong, and by which factor; empty if more is wrong."""
     wrong = excess(actual, value, 2 * bound) > 1
     place = name_pattern(wrong.reshape(shape if actual.ndim > 1 else actual.shape))
-    # Evidence for the formula are the other rows and elements: most of them.
+    # The other rows and elements must confirm the formula, so most of them must be right.
     most = {"element": 8, "column": 8, "row": 3, "last": 3}.get(place.split()[0], np.inf)
     if not wrong.any() or most * wrong.sum() > wrong.size:
         return ""
@@ -203,9 +202,10 @@ def _fault(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) ->
     if not a.any():
         return f"{about} is zero"
     factor = float(a @ v) / float(v @ v) if v.any() else 0.0
-    # A factor with few digits was meant as such.
+    # A factor with few digits was probably written in the code.
     meant = abs(factor - float(f"{factor:.4g}")) < 1e-8 * abs(factor)
     if not meant or not np.allclose(a, factor * v, rtol=0, atol=1e-6 * float(np.abs(v).max())):
         return f"{about} is wrong, the rest is not"
-    how = "has the wrong sign" if abs(factor + 1) < 1e-6 else f"is off by a factor of {factor:.4g}"
-    return f"{about} {how}"
+    if abs(factor + 1) < 1e-6:
+        return f"{about} has the wrong sign"
+    return f"{about} is off by a factor of {factor:.4g}"

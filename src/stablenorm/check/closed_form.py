@@ -1,10 +1,10 @@
 """
 The closed form: layer and RMS norm and their gradients by this checker's own formulas, with bounds.
 
-All is float64 from re-centered rows, so an offset costs nothing. A right program may be off by the
-bound `plain` if its variance is of centered x, `careless` if it is E[x^2] - E[x]^2, which loses as
-many digits again to an offset. Between the two, it is inaccurate; beyond, it is wrong. Below are the
-problems on which programs are compared with it.
+All is float64 from re-centered rows, so an offset costs nothing. A right program is within the bound
+`plain` if it takes the variance of centered x, and within `careless` if it takes E[x^2] - E[x]^2, which
+loses as many digits again to an offset. Between the two bounds a program is inaccurate; beyond both it
+is wrong. The problems for the comparison follow below.
 """
 
 import functools
@@ -23,10 +23,10 @@ from stablenorm.formats import format_of
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-# Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
+# The spread of the rows that reveal eps: its square, 1e-12, is at most any usual eps.
 _SPREAD = 2.0**-20
-# Elements of a battery's case: rows are left out beyond it. 8 rows of 4096, where one call of a
-# plain program takes a millisecond.
+# The most elements of a problem made here; fewer rows keep to it. 8 rows of 4096: one call of a plain
+# program takes a millisecond.
 _ELEMENTS = 2**15
 
 
@@ -42,14 +42,14 @@ class Case(NamedTuple):
     kind: str = "layer"
     gamma_offset: float = 0.0
     name: str = ""
-    # A relative error that is not called wrong, though it is beyond the bounds.
+    # A relative error up to this is not called wrong, even beyond the bounds.
     tolerated: float = 0.0
-    # A careful program keeps digits on such data that a plain one loses: that is noted.
+    # On such data a plain program loses digits that a careful one keeps: the report notes the loss.
     is_hard: bool = False
 
     @property
     def n(self) -> int:
-        """Elements of a row."""
+        """The elements of a row."""
         return int(self.x.shape[-1])
 
     def rows(self, a: Array) -> Array:
@@ -58,12 +58,12 @@ class Case(NamedTuple):
 
 
 def row_mean(a: Array) -> Array:
-    """Average over the last axis and keep it."""
+    """Return the mean over the last axis, which is kept."""
     return np.asarray(np.mean(a, axis=-1, keepdims=True))
 
 
 def unit(n: int, u: float) -> float:
-    """Return what one element may lose to `n` additions and a few operations, relative."""
+    """Return the relative error of one element after `n` additions and a few operations."""
     # Random walk of a plain sum: N. J. Higham, T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815.
     return float((4 + np.sqrt(n) / 2) * u)
 
@@ -71,12 +71,12 @@ def unit(n: int, u: float) -> float:
 def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array, Array]:
     """Return xhat, s = 1 / rstd, which never overflows, and mean (0 for "rms") of finite float64 rows."""
     root, largest = np.sqrt(eps), np.max(np.abs(x), axis=-1, keepdims=True)
-    # Units of 2^exponent, in which nothing overflows, and what underflows is nothing beside the root.
+    # Scale by 2^exponent: then nothing overflows, and an underflow is negligible beside the root.
     exponent = np.frexp(np.maximum(largest, root))[1]
     scaled = np.ldexp(x, -exponent)
     mean = row_mean(scaled) * (kind == "layer")
     centered = scaled - mean
-    # Rounding the mean has left this: under an offset, more than all the rest.
+    # The rounding error of the mean: under an offset it exceeds all other errors.
     rest = row_mean(centered) * (kind == "layer")
     centered = centered - rest
     std = rms(centered, -1)
@@ -99,12 +99,12 @@ class Expected:
         rounding = unit(case.n, u)
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
         self.var, offset = row_mean(np.square(self.centered)), row_mean(np.abs(x / self.s))
-        # Without a mean, there is no error of one.
+        # An RMS norm has no mean, and no error of one.
         shift = rounding * offset * self.is_layer
         stretch = np.stack([rounding + shift**2, rounding * (1 + offset**2) + shift**2])
-        # Half of it gone: first order says nothing any more.
+        # At half or more, a first-order bound says nothing.
         lost = (shift > 0.5) | (stretch > 0.5)
-        # How far off xhat may be shifted, and rstd relatively: plain and careless, (2, rows, 1).
+        # Bounds for a shift of xhat and the relative error of rstd: plain and careless, (2, rows, 1).
         self._shift, self._stretch = (np.where(lost, np.inf, a) for a in (shift, stretch))
 
     def bounds_of(self, name: str, dtype: np.dtype[Any]) -> tuple[Array, ...]:
@@ -120,11 +120,11 @@ class Expected:
             value, magnitude = gamma * xhat + self.beta, np.abs(gamma * xhat) + np.abs(self.beta)
             bounds = 4 * self.u * magnitude + np.abs(gamma) * of_xhat
         else:
-            # dbeta is a dgamma whose xhat is 1, without an error.
+            # dbeta is a dgamma with an exact xhat of 1.
             factor, off = (xhat, of_xhat) if name == "dgamma" else (1.0, np.zeros((2, 1, 1)))
             value, magnitude = (np.sum(a, axis=0) for a in (dy * factor, np.abs(dy * factor)))
             bounds = unit(len(dy), self.u) * magnitude + np.sum(np.abs(dy) * off, axis=-2)
-        # Nothing is known where a bound is not a number.
+        # A bound of NaN is no bound.
         plain, careless = np.where(np.isnan(bounds), np.inf, bounds) + 4 * tiniest(dtype)
         return value, plain, careless, magnitude
 
@@ -139,27 +139,27 @@ class Expected:
 
 
 def excess(actual: Array, value: Array, bound: Array) -> Array:
-    """Return the error in units of the bound; not finite where it should be is infinite."""
+    """Return the error in units of the bound; infinite for a NaN or infinity that should be finite."""
     error = np.abs(actual - value) / np.where(bound > 0, bound, 1e-300)
     z = np.where(np.isinf(bound) | (actual == value), 0.0, error)
     return np.where(np.isfinite(actual) & ~np.isnan(z), z, np.inf)
 
 
 class Judged:
-    """One output beside its closed form: (rows, n) or (n,); `shape` is that in which it came."""
+    """One output beside its closed form, as (rows, n) or (n,); `shape` is its own shape."""
 
     def __init__(self, name: str, output: Array, expected: Expected):
         self.name, self.expected, self.shape = name, expected, output.shape
         value, plain, careless, magnitude = expected.bounds_of(name, output.dtype)
         self.value, self.plain, self.careless = value, plain, careless
         self.actual = output.astype(np.float64).reshape(value.shape)
-        # The errors in units of what a plain and a careless program lose.
+        # Errors in units of the bounds `plain` and `careless`.
         self.z_plain, self.z = (excess(self.actual, value, bound) for bound in (plain, careless))
         self.right, self.wrong = bool((self.z_plain <= 1).all()), bool((self.z > 1).any())
         error, size = np.abs(self.actual - value), float(np.sqrt(np.mean(np.square(magnitude))))
-        # The value may vanish, and so may all that it is made of.
+        # The value and all its terms may be 0.
         size = size if np.isfinite(size) and size > 0 else 1.0
-        # Relative to that RMS: the largest error, and the smallest that would have shown anywhere.
+        # Relative to the RMS of magnitudes: the largest error, and the smallest that would show everywhere.
         self.error = float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)) / size
         self.resolution = float(np.max(plain, initial=0.0)) / size
 
@@ -169,23 +169,23 @@ class Judged:
         bad = ~np.isfinite(self.actual) & np.isfinite(self.careless)
         if not bad.any():
             return ""
-        what = f"{self.name} is {'NaN' if np.isnan(self.actual[bad]).any() else 'infinite'}"
+        text = f"{self.name} is {'NaN' if np.isnan(self.actual[bad]).any() else 'infinite'}"
         # dgamma and dbeta are one row.
         if bad.ndim < 2 or bad.any(axis=-1).all():
-            return what + " on all rows" * (bad.ndim > 1)
+            return text + " on all rows" * (bad.ndim > 1)
         rows = np.flatnonzero(bad.any(axis=-1))
         listed = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5)
-        return f"{what} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"
+        return f"{text} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"
 
 
 def run(operation: Operation, case: Case) -> tuple[Array, Any]:
-    """Return y and cache; FaultError if y is not one for this case."""
+    """Return y and cache; FaultError if y does not fit this case."""
     y, cache = operation.forward({"x": case.x, "gamma": case.gamma, "beta": case.beta}, case.eps)
     return as_array("the y of the forward", y, case.x.shape), cache
 
 
 def judge(operation: Operation, case: Case) -> dict[str, Judged]:
-    """Call both functions, compare with the closed form; FaultError says what came instead."""
+    """Call both functions and compare the results with the closed form; FaultError if one is unusable."""
     y, cache = run(operation, case)
     gradients = operation.gradients(case.dy.copy(), cache)
     expected, judged = functools.cache(functools.partial(Expected, case)), {}
@@ -230,7 +230,7 @@ def ordinary(like: Case, rng: Generator, shape: tuple[int, ...] = ()) -> Case:
     # Some rows are so narrow that eps counts; no narrow type holds their means.
     shape = shape or like.x.shape
     count, n = max(1, math.prod(shape[:-1])), shape[-1]
-    # From 2^-5: its var is 1e-3, of which the usual eps of 1e-5 is 1 %.
+    # From 2^-5, whose square is 1e-3: the usual eps of 1e-5 is 1 % of that variance.
     spread = np.exp2(rng.uniform(-5, 1, (count, 1)))
     if count > 1:
         spread[rng.integers(count)] = 2.0**-5
@@ -249,17 +249,17 @@ def _parameter(like: Array | None, n: int, rng: Generator) -> Array | None:
 
 
 def _shape_of(like: Case, rows: int, n: int) -> tuple[int, ...]:
-    """Return the shape of some rows, with as many axes as the data have: code may insist on them."""
+    """Return the shape of `rows` rows, with as many axes as the data have: code may require them."""
     return (*(1,) * (like.x.ndim - 2), rows, n) if like.x.ndim > 1 else (n,)
 
 
 def few(like: Case, most: int = 8) -> tuple[int, ...]:
-    """Return the shape of so many rows at most of the data, if there is an axis of rows at all."""
+    """Return the shape of at most `most` rows of the data, without an axis of rows if they have none."""
     return _shape_of(like, max(1, min(like.x.size // like.n, most, _ELEMENTS // like.n)), like.n)
 
 
 def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> Iterator[Case]:
-    """Yield problems that must go like `base`: tails, shifted, scaled, some rows, other leading axes."""
+    """Yield problems with the same equations as `base`: tails, shifts, scales, fewer rows, other axes."""
     # Rows and columns beyond a block, of 2, 4, 8, 16 or 32 nearly always, and some left over.
     tails = ordinary(like, rng, _shape_of(like, 19, 33))
     # One outlier, whose xhat is nearly as large as it can be, sqrt(33).
@@ -287,11 +287,11 @@ def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> It
 def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
     """Yield the hard inputs that exist in the dtype of `like`; code may refuse any of them."""
     dtype, form, eps = like.x.dtype, format_of(like.x.dtype), like.eps
-    # Nothing beyond the bounds of float64; four digits of what is coarser, for forms whose roundings
-    # they do not count.
+    # In float64 no error beyond the bounds is tolerated. A coarser dtype must keep four digits: some
+    # programs round more often than the bounds count.
     usual = 1e-4 * (dtype != np.float64)
-    # No form is called wrong where the cube of rstd, which some have, overflows, nor in float16,
-    # where squares of 256 do.
+    # Any error is tolerated if the cube of rstd, which some programs compute, overflows, and in float16,
+    # where squares of 256 overflow.
     tolerated = math.inf if max(eps**-1.5 if eps else 0.0, 1e20) > form.largest else usual
     for n in (1, 2, 3):
         shape = _shape_of(like, 4, n)
@@ -305,10 +305,10 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
     wide = rng.standard_normal(base.x.shape).astype(dtype).astype(np.float64)
     for offset in ("1e2", "1e4", "1e6"):
         x = (wide + float(offset)).astype(dtype)
-        # An offset at which the elements are hardly a few different numbers is another problem.
+        # Skip an offset that leaves only a few different numbers: that is another problem.
         if np.max(np.abs(x.astype(np.float64) - float(offset) - wide)) < 2.0**-3:
             yield base._replace(name=f"offset {offset}", x=x)
-    # Squares that overflow or underflow in the dtype.
+    # The squares overflow or underflow in the dtype.
     power = 2.0 ** ((form.emax + 1) // 2 + 4)
     yield base._replace(name="huge values", x=(power * wide).astype(dtype), tolerated=math.inf)
     if eps > 0:
@@ -328,14 +328,14 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
 
 
 def judge_case(operation: Operation, case: Case) -> tuple[Verdict, str]:
-    """Return verdict and message of one problem: what is beyond rounding fails, lost digits are noted."""
+    """Return verdict and message of one problem: errors beyond rounding fail, lost digits are noted."""
     try:
         judged = judge(operation, case).values()
     except FaultError as fault:
-        # A restriction that the program states itself, not a wrong gradient.
+        # The program states a restriction: its gradient is not wrong.
         return "NOTE", f"{fault}; x is {shape_text(case.x.shape)} there"
     for output in judged:
-        # Rounding explains whatever came, NaN too, where the bound is infinite.
+        # An infinite bound allows any result, NaN too.
         known = np.isfinite(output.careless)
         if (wrong := (output.z > 1) & known).any() and output.error > case.tolerated:
             where = name_pattern(wrong.reshape(output.shape))
@@ -343,8 +343,8 @@ def judge_case(operation: Operation, case: Case) -> tuple[Verdict, str]:
             return "FAIL", output.not_finite or off
     worst = max(judged, key=lambda output: output.error / output.expected.u)
     u = worst.expected.u
-    # A digit more than the sums of a plain program lose. It loses to an offset what a careful one
-    # keeps: to be known, not blamed.
+    # Ten times the rounding of a plain sum passes. A plain program loses more to an offset than a careful
+    # one: the note reports it, without blame.
     explained = worst.error < 10 * unit(max(worst.value.shape), u)
     if explained or (worst.right and not case.is_hard):
         return "PASS", ""

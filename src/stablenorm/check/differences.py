@@ -130,20 +130,20 @@ class Argument:
 
     def compare(self, place: int | None) -> None:
         """Compare one element, given by its flat index, or along random signs for all (None)."""
-        # A wrong gradient differs at all steps from one derivative. Where shorter steps find another,
-        # the longer ones reach past a kink: the shorter ones may say FAIL only if yet shorter agree.
+        # A wrong gradient differs from the same derivative at all steps. If shorter steps find another
+        # derivative, longer ones reach past a kink: then FAIL needs still shorter steps that agree.
         where = slice(None) if place is None else place
         scale = self.span[where]
         if place is None:
             scale = scale * self._rng.choice([-1.0, 1.0], scale.size)
         estimate = self._compare(where, scale, 1.0)
-        # Shorter steps say the same of a difference (True), or have contradicted longer ones.
+        # True: shorter steps confirm a difference. False: they contradicted longer steps.
         confirmed: bool | None = None
         for factor in _SHORTER:
             if (estimate.judged and estimate.z <= 1) or np.min(self.span) * factor < 1e-290:
                 break
             again = self._compare(where, scale, factor)
-            # "rounding" is no answer here: short steps may not move a coarse forward at all.
+            # The status "rounding" is no answer: short steps may not move a coarse forward at all.
             answer = again.status == "smooth"
             if estimate.z <= 1:
                 if answer or again.status == "kink":
@@ -163,7 +163,7 @@ class Argument:
         """Compare along D, which moves the entries `where` by `scale`, with steps `factor` as long."""
         gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
-            # Independent roundings; what is common to a row is random again by the signs.
+            # Roundings are independent; random signs make an error common to a row random again.
             rounding = 2 * _norm(self.bounds * scale) + _sum_rounding(gradient * scale)
         else:
             rounding, unit = float(self.bounds[where]), float(scale) * factor
@@ -172,8 +172,8 @@ class Argument:
         noise = apart = usual = math.inf
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
-            # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
-            # errors are the same at all steps would hide them from the tableau.
+            # Steps are not exactly halved, so the last bits of x change: a forward with the same rounding
+            # errors at all steps would hide them from the tableau.
             row = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
             if row is None:
                 continue
@@ -189,13 +189,13 @@ class Argument:
             tableau, entry = _extend(tableau, rows, noise)
             stale = 0 if entry[0] < best[0] else stale + 1
             bound, actual, numeric = best = min(best, entry)
-            # Never on a difference: beside a kink, only the steps that do not reach it are right.
+            # Never stop at a difference: beside a kink, only steps that do not reach it are right.
             agrees = abs(actual - numeric) <= bound
             # Nothing finer can be judged, or two further steps have not improved the bound.
             if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
                 break
         status = _status(best, rows, noise, usual, level)
-        # Secants change more though steps are shorter: as 1 - d / step, past a kink at d.
+        # Past a kink at d, secants change as 1 - d / step: more at shorter steps.
         changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
         noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
         wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
@@ -209,11 +209,11 @@ class Argument:
         def rounded(values: Array) -> Array:
             return values.astype(self.x.dtype).astype(np.float64)
 
-        # Symmetric about x exactly: each side takes the step that the other one could make.
+        # Exactly symmetric about x: each side takes a step that the other can represent.
         minus = rounded(x - (rounded(x + step * scale) - x))
         plus = rounded(x + (x - minus))
         taken = plus - minus
-        # The tableau believes in one direction: rounding x may take it off by a sixteenth.
+        # The tableau assumes one direction; rounding x may change it by a sixteenth.
         if not _norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
         ends = np.array([self._output(where, end) for end in (plus, minus)])
@@ -256,7 +256,7 @@ class Argument:
 
         def moves(size: float, count: int) -> Array:
             ulps = np.maximum(size * scale / quantum, 1)
-            # None near 0: each element is to leave its rounding behind.
+            # No factor is near 0, so that every element gets a new rounding.
             factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
             return np.asarray(np.round(factors * ulps) * quantum)
 
@@ -278,7 +278,7 @@ class Argument:
         sigma = np.sqrt(np.max([np.mean(np.square(sample), axis=0) for sample in samples], axis=0))
         size = np.abs(loss.u * loss.y)
         relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
-        # Whatever was measured, every output was rounded to its dtype: half an ulp.
+        # At least half an ulp: every output was rounded to its dtype.
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dy.dtype))
 
     def _bound_noise(self, samples: list[Array], level: float, reach: Array) -> list[float]:
@@ -348,7 +348,7 @@ class Argument:
         counts = len(elements), self.x.size, len(estimates) - len(elements), failing
         rest = resolution, why, "secants", pattern
         result = ArgumentResult(self.name, verdict, *counts, index, *worst[:4], *rest)
-        # Three are enough to see which.
+        # Name three places at most.
         seen = ", ".join("a probe" if p is None else f"{place_of(p, shape)}" for p in bent[:3])
         seen += f" and {len(bent) - 3} more" * (len(bent) > 3)
         name = f"{self.name}: the forward is differentiable"
@@ -378,7 +378,7 @@ def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: flo
     # with them the bend of a smooth function; a kink of 0.4 % would be taken for a wrong gradient.
     bent = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
     bent = bent and last.bend > max(2.0**-8 * last.slope, 4 * level * usual / last.step)
-    # Entries of the first steps may agree by chance on what the last ones no longer say.
+    # Entries of the first steps may agree by chance, and the last steps contradict them.
     newest, previous = (row.numeric - row.actual for row in rows[:-3:-1])
     strayed = abs(numeric - actual - newest)
     # An error in step^2 is 0.2 to 0.7 times the last change; one in 1 / step, 1.6 times and more.
@@ -390,7 +390,7 @@ def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: flo
     small = small and abs(after - before) <= 0.25 * max(after, before)
     if small and strayed <= reach:
         return "kink" if bent else "smooth"
-    # Nothing but rounding is left: but steps too long for the function "measure" a noise of all of y.
+    # Only rounding remains. Steps too long for the function would "measure" a noise as large as y.
     little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
     near = not bent and strayed <= reach + 2 * noise / last.step
     return "rounding" if (small or little) and near else "no limit"

@@ -120,9 +120,9 @@ def assert_gradients(
 
 
 def make_report(operation: Operation, outcome: Outcome, about: str, *named: str) -> GradientReport:
-    """Report what was found, what has a name, and what all calls of the operation cost."""
+    """Return the report of results, findings and named mistakes, with the cost of all calls."""
     results, findings = outcome
-    # A modified array spoils results that are then called wrong.
+    # A modified array can spoil correct results, so the diagnosis names it first.
     modified = tuple(f.message for f in findings if " modifies " in f.message)
     return GradientReport(
         tuple(results), operation.forward_calls, tuple(findings), modified + named,
@@ -144,7 +144,7 @@ def compare(
         why = "there is nothing to compare with"
         return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
     form, gradients = "", dict.fromkeys(args)
-    # A backward that raises should do so at once.
+    # Call the backward first: it may raise.
     try:
         gradients = operation.gradients(loss.dy.copy(), loss.cache)
     except FaultError as fault:
@@ -173,7 +173,7 @@ def compare(
 
 
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
-    """Say what makes a comparison pointless, `fault` first; None if nothing does."""
+    """Return the result of an argument that cannot be compared, or None; `fault` is the backward's."""
     if array is None or (gradient is None and not fault):
         why = "the argument is None" if array is None else "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
@@ -219,10 +219,10 @@ def check_args(
             raise ValueError(msg)
         span = np.ones(1) if scale is None else np.asarray(scale, dtype=np.float64)
         if scale is None and array.size:
-            # Divided by the largest magnitude, lest squares overflow or vanish.
+            # Divide by the largest magnitude, lest squares overflow or vanish.
             largest = float(np.max(np.abs(array))) or 1.0
             values = np.atleast_1d(array.astype(np.float64)) / largest
-            # The spread along the last axis. None, but for rounding: that of the whole array, or 1.
+            # The spread along the last axis; if that is only rounding, of the whole array; else 1.
             span = values.std(axis=-1, keepdims=array.ndim > 0)
             for fallback in (float(values.std()), 1.0):
                 span = np.where(span > 2.0**-50, span, fallback)

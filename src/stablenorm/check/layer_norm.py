@@ -115,7 +115,7 @@ def _check(
     seed, rng = rng, np.random.default_rng(rng)
     x, gamma, beta, eps, gamma_offset = arguments
     takes: tuple[str, ...] = PARAMETERS
-    # Arguments are given by their order to a function without a signature or known names.
+    # A function without a signature or known names gets its arguments in order.
     with contextlib.suppress(TypeError, ValueError):
         forward, backward, takes = adapt(forward, backward)
     if x is None:
@@ -133,11 +133,11 @@ def _check(
     s = closed_form.statistics(x.astype(np.float64), eps, kind)[1] if has_rows else 1.0
     scales = np.where(s > 0, s, 1), None, None
     arrays, spans = check_args([x, gamma, beta], ARGUMENTS[:3], scales)
-    # The closed form has cases of another eps.
+    # The cases of the closed form have other eps.
     operation = Operation(lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps), backward)
     results, findings = compare(operation, arrays, spans, rng, *options)
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
-    # Skipped where nothing can be called, or gamma or beta is of another shape.
+    # Skip the closed form if nothing was compared, or gamma or beta has another shape.
     fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
     if has_rows and fits and any(result.verdict != "NOT CHECKED" for result in results):
         with warnings.catch_warnings(action="ignore"):
@@ -158,7 +158,7 @@ def _check(
 def _look(
     operation: Operation, case: Case, rng: Generator, findings: list[Finding]
 ) -> tuple[dict[str, list[Judged]], tuple[str, ...]]:
-    """Add what all other layers find to `findings`; return the gradients judged, and the diagnosis."""
+    """Add the findings of the other layers to `findings`; return the judged gradients and the diagnosis."""
     y = closed_form.run(operation, case)[0]
     # The caller's data with a random dy.
     case = case._replace(dy=rng.standard_normal(case.x.shape).astype(y.dtype))
@@ -167,7 +167,7 @@ def _look(
         message = f"the eps given, {case.eps:g}, is not used: it is {eps:g} inside"
         findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
     case = case._replace(eps=eps)
-    # Every element, on the caller's data and on ours; y first.
+    # Judge every element on the caller's data and on ours, y first.
     both = case, closed_form.ordinary(case, rng)
     outputs = [closed_form.judge(operation, data) for data in both]
     equation = "y = gamma xhat + beta"
@@ -196,7 +196,7 @@ def _look(
 
 
 def _about_y(y: Judged) -> str:
-    """Say what a wrong y is like: not finite, of float32, of the other norm."""
+    """Describe a wrong y: not finite, rounded to float32, or of the other norm."""
     case, error = y.expected.case, f"y is off by {y.error:.1e}: "
     if y.not_finite:
         return y.not_finite
@@ -211,11 +211,11 @@ def _about_y(y: Judged) -> str:
 
 
 def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
-    """Let the closed form decide where it can; elsewhere what finite differences say stays."""
+    """Return the verdict of the closed form; if it has none, that of finite differences."""
     if not result.checked or not judged:
         return result
     one = next((one for one in judged if one.wrong), judged[0])
-    # Under an offset that leaves x no digits, nothing is known of the right gradient either.
+    # If an offset leaves x no digits, the closed form does not know the right gradient either.
     if not one.wrong and not (all(e.right for e in judged) and np.isfinite(one.resolution)):
         return result
     wrong, z = one.wrong, one.z if one.wrong else one.z_plain
@@ -224,7 +224,7 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     if result.verdict == verdict:
         seen = result.resolution if wrong else min(result.resolution, one.resolution)
         return replace(result, pattern=pattern, resolution=seen)
-    # The noise of differences speaks against a right gradient, or hides that it is wrong.
+    # The noise of differences contradicts a right gradient, or hides a wrong one.
     message = one.not_finite or "seen by the closed form, too small for finite differences"
     place = int(np.argmax(z))
     actual, value, bound = (float(a.flat[place]) for a in (one.actual, one.value, one.plain))

@@ -17,7 +17,7 @@ Backward = Callable[[Array, Any], Any]
 
 
 class FaultError(Exception):
-    """A function under test broke its contract, or `raised`; the message is one line, for the report."""
+    """A function under test broke its contract or, with `raised`, raised; the message is one line of the report."""
 
     def __init__(self, message: str, *, raised: bool = False):
         super().__init__(message)
@@ -25,18 +25,18 @@ class FaultError(Exception):
 
 
 class Operation:
-    """A forward and its backward; watches the calls, and turns what they raise into a FaultError."""
+    """A forward and its backward; watches the calls, and turns their exceptions into FaultError."""
 
     def __init__(self, forward: Callable[..., Any], backward: Backward):
         self._forward, self._backward, self.start = forward, backward, time.perf_counter()
         self.forward_calls = self.backward_calls = 0
         # Words for the arrays that a "forward" or a "backward" has modified.
         self.modified: dict[str, str] = {}
-        # A warning about results that do not last; empty where they do.
+        # A warning if a later call overwrites results; else empty.
         self.overwritten = ""
-        # The copies of the arguments that the latest forward was given, by name.
+        # Copies of the arguments of the latest forward, by name.
         self._given: Given = {}
-        # The latest array of each result as it was returned, and a copy.
+        # The latest array of each result, and a copy of it.
         self._latest: dict[str, tuple[Array, Array]] = {}
 
     def forward(self, args: Given, *eps: float) -> tuple[Array, Any]:
@@ -51,27 +51,27 @@ class Operation:
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
     def gradients(self, dy: Array, cache: Any) -> dict[str, Any]:
-        """Return the gradients by the names of the arguments; or FaultError says what came."""
+        """Return the gradients by the names of the arguments; FaultError for another return value."""
         self.backward_calls += 1
-        held = [("dy", dy), *self._given.items(), ("the cache", cache)]
-        returned = self._watched("backward", self._backward, held, dy, cache)
+        reach = [("dy", dy), *self._given.items(), ("the cache", cache)]
+        returned = self._watched("backward", self._backward, reach, dy, cache)
         if isinstance(returned, (tuple, list)) and len(returned) == len(self._given):
             both = zip(self._given, returned, strict=True)
-            return {name: self._copied(f"d{name}", each) for name, each in both}
+            return {name: self._copied(f"d{name}", gradient) for name, gradient in both}
         wanted = f"a tuple or list of {len(self._given)} gradients, one for each argument"
         msg = f"the backward must return {wanted}, got {described(returned)}"
         raise FaultError(msg)
 
-    def _watched(self, way: str, function: Any, held: list[tuple[str, Any]], *args: Any) -> Any:
-        """Call a function, and remember which of the arrays that it can reach it modifies."""
-        before = [(name, a, a.tobytes()) for name, each in held for a in leaves(each)]
+    def _watched(self, way: str, function: Any, reach: list[tuple[str, Any]], *args: Any) -> Any:
+        """Call a function, and remember which arrays within its reach it modifies."""
+        before = [(name, a, a.tobytes()) for name, value in reach for a in leaves(value)]
         said = ""
         try:
-            # Squares may overflow and roots have no value: that is looked at, not warned of.
+            # Squares may overflow and roots be NaN: the check judges results instead of warning.
             with np.errstate(all="ignore"):
                 result = function(*args)
         except FaultError as fault:
-            # An adapter has put it into words already.
+            # The message of an adapter is complete.
             if not fault.raised:
                 raise
             said = str(fault)
@@ -85,7 +85,7 @@ class Operation:
         return result
 
     def _copied(self, name: str, result: Any) -> Any:
-        """Copy an array, since the next call may fill the same one; remember if one has."""
+        """Copy an array, because the next call may overwrite it; remember if one did."""
         if not isinstance(result, np.ndarray):
             return result
         before, copied = self._latest.get(name, (result, result))
@@ -96,7 +96,7 @@ class Operation:
 
 
 def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array:
-    """Return a result as an array of one of the four dtypes and of a shape, or raise FaultError."""
+    """Return a result as an array of this shape and one of the four dtypes, or raise FaultError."""
     try:
         array = np.asarray(value)
         check_dtype(name, array)
@@ -111,13 +111,13 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     return array
 
 
-def leaves(thing: Any, depth: int = 4) -> Iterator[Array]:
-    """Yield the arrays in a cache, as deep as that of a layer in a block in a model has them."""
-    if isinstance(thing, np.ndarray):
-        yield thing
-    elif depth and not isinstance(thing, (type, ModuleType)):
-        held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
-        for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
+def leaves(cache: Any, depth: int = 4) -> Iterator[Array]:
+    """Yield the arrays in a cache; the depth is enough for a layer in a block in a model."""
+    if isinstance(cache, np.ndarray):
+        yield cache
+    elif depth and not isinstance(cache, (type, ModuleType)):
+        named = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
+        for part in [*(cache if isinstance(cache, (tuple, list)) else ()), *named.values()]:
             yield from leaves(part, depth - 1)
 
 
@@ -139,7 +139,7 @@ def flat(a: Array) -> Array:
 def rms(values: Array, axis: int | None = None) -> Array:
     """Return the root mean square along an axis, kept; None is all axes."""
     of: Any = {"axis": axis, "keepdims": axis is not None}
-    # Divided by the largest, lest squares overflow or vanish.
+    # Divide by the largest, lest squares overflow or vanish.
     largest = np.max(np.abs(values), initial=0.0, **of)
     largest = np.where(largest > 0, largest, 1.0)
     return np.asarray(largest * np.sqrt(np.mean(np.square(values / largest), **of)))
@@ -153,13 +153,13 @@ class Loss:
         self.y_as_returned, self.cache = operation.forward(args)
         self.y, self.dy = flat(self.y_as_returned), self.draw()
         self.u = flat(self.dy)
-        # The first fault near x, by whether it was raised: such a point is left out.
+        # The first fault near x, by whether it was raised; the comparison skips such points.
         self.faults: dict[bool, str] = {}
 
     def draw(self) -> Array:
         """Draw a cotangent like y: signed, no zeros, and the same in all four dtypes."""
-        # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
-        # holds a number and three times its size exactly.
+        # Both signs, because many maps annihilate the ones. Multiples of 1/16 below 4: every dtype holds
+        # a number and three times its size exactly.
         y = self.y_as_returned
         u = np.round(self.rng.standard_normal(y.shape) * 16).clip(-63, 63) / 16
         return np.where(u == 0, 0.0625, u).astype(y.dtype)

@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from stablenorm.text import plain, to_json, wrapped
 
-# Stands for a bound of 0: nothing is 0 times as large.
+# Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074
-# A NOTE is a finding's, NOT CHECKED an argument's.
+# NOTE is for findings alone, NOT CHECKED for arguments alone.
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE", "NOT CHECKED"]
 
 
@@ -84,7 +84,7 @@ class ArgumentResult:
         return abs(self.actual - self.numeric) / max(bound, TINIEST)
 
     def __str__(self) -> str:
-        """Give one line; for what failed, or is not known, two more with the worst element."""
+        """Return one line; for FAIL and INCONCLUSIVE two more, with the worst element."""
         message = f": {self.message}" * bool(self.message)
         line = f"{self.name}: {self.verdict}" + f" ({self.pattern})" * bool(self.pattern)
         if not self.judged:
@@ -157,15 +157,15 @@ class GradientReport:
         `verdict`, `passed`, `resolution` are among them, and `z` where there is one. What JSON has
         no number for is a string that float() reads: "nan", "inf".
         """
-        held = {name: getattr(self, name) for name in ("verdict", "passed", "resolution")}
-        return dict(plain(held | vars(self)))
+        properties = {name: getattr(self, name) for name in ("verdict", "passed", "resolution")}
+        return dict(plain(properties | vars(self)))
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
         return to_json(self.as_dict(), path)
 
     def __str__(self) -> str:
-        """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
+        """Return verdict, diagnosis, a line for each argument, the failed findings, and the cost."""
         lines = [*self.diagnosis, *self.about.splitlines()]
         lines += [line for result in self.arguments for line in str(result).splitlines()]
         for layer in dict.fromkeys(finding.layer for finding in self.findings):

@@ -23,7 +23,7 @@ NAMES = {
     "cache": ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached"),
 }
 ARGUMENTS, PARAMETERS = ("x", "gamma", "beta", "eps"), ("gamma", "beta")
-# dx, dweight, grad_bias, dL_dx, weight_grad: what is put before or after to say "gradient of".
+# Names of gradients, with a prefix or suffix: dx, dweight, grad_bias, dL_dx, weight_grad.
 _GRADIENTS = {
     role: re.compile(r"(dld|dl|grad|d|g)({0})|({0})grad".format("|".join(NAMES[role])))
     for role in ARGUMENTS[:3]
@@ -46,10 +46,10 @@ def gradient_role(name: object) -> str:
 
 
 def parameters(function: Function) -> dict[str, bool]:
-    """Return the parameters but *args and **options, and whether each has to be given."""
+    """Return the parameters except *args and **options, and whether each is required."""
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    held = inspect.signature(function).parameters
-    return {name: p.default is p.empty for name, p in held.items() if p.kind not in stars}
+    by_name = inspect.signature(function).parameters
+    return {name: p.default is p.empty for name, p in by_name.items() if p.kind not in stars}
 
 
 def spelled(function: Function) -> str:
@@ -75,7 +75,7 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
         returned = (returned,)
     if not isinstance(returned, (tuple, list)):
         return {}
-    # Some return all three: None for what is not there.
+    # Some return all three, with None for a missing parameter.
     names = {3: ARGUMENTS[:3], 1 + len(takes): ("x", *takes)}
     return dict(zip(names.get(len(returned), ()), returned, strict=False))
 
@@ -87,7 +87,7 @@ def in_order(
     if missing := ", ".join(f"d{role}" for role in required if named.get(role) is None):
         wanted = ", ".join(f"d{role}" for role in ("x", *takes))
         msg = f"the backward must return {wanted}, got {described(returned)}"
-        # In a tuple of another length, it is not known which ones there are.
+        # A tuple of another length does not tell which gradient is missing.
         msg += f": no {missing}" * ("x" in named or isinstance(returned, Mapping))
         raise FaultError(msg)
     return [named.get(role) for role in ARGUMENTS[:3]]
@@ -97,12 +97,12 @@ def adapt(
     forward: Function, backward: Function, *, is_strict: bool = False
 ) -> tuple[Function, Function, tuple[str, ...]]:
     """Return forward(x, gamma, beta, eps), backward(dy, cache) and the parameters, or say why not."""
-    held = parameters(forward)
+    is_required = parameters(forward)
     # The first of several names for one role: a `scale` beside gamma, say, has a default of its own.
-    names = {role: name for name in reversed(held) if (role := role_of(name))}
-    # Parameters of unknown name get the roles left, in order.
+    names = {role: name for name in reversed(is_required) if (role := role_of(name))}
+    # Parameters of unknown name get the remaining roles, in order.
     left = [role for role in ARGUMENTS if role not in names]
-    unknown = [name for name, needed in held.items() if needed and name not in names.values()]
+    unknown = [n for n, needed in is_required.items() if needed and n not in names.values()]
     names |= dict(zip(left, unknown, strict=False))
     if len(unknown) > len(left) or "x" not in names:
         msg = f"the forward must take (x, gamma, beta, eps), got {spelled(forward)}"
@@ -121,7 +121,7 @@ def adapt(
             return y, saved[0] if len(saved) == 1 else tuple(saved)
         if len(results) > 1 and len(saved) == 1 and isinstance(saved[0], (tuple, list)):
             saved = [*saved[0]]
-        # One of more results might be the wrong one. A backward that takes none makes its own.
+        # With another number of results, one might be the wrong one. A backward that takes none computes its own.
         if is_usual or (results and len(saved) != len(results)):
             wanted = f"y and the {len(results)} that the backward takes of it"
             wanted = "(y, cache)" if is_usual else wanted
@@ -131,7 +131,7 @@ def adapt(
 
     def pull(dy: Any, cache: Any) -> list[Any]:
         returned = call_backward(dy=dy, **({"cache": cache} if is_usual else cache))
-        # Otherwise, None stands for a gradient that is not to be checked.
+        # If not strict, None marks a gradient that is not to be checked.
         required = ("x", *takes) if is_strict else ("x",)
         return in_order(gradients_by_role(returned, takes), takes, returned, required)
 
@@ -140,11 +140,11 @@ def adapt(
 
 def _names_of_backward(backward: Function) -> dict[str, str]:
     """Return names by role: dy and cache; or dy, arguments of the forward, and "1", "2", ... for its results after y."""
-    held = parameters(backward)
-    required = [name for name, needed in held.items() if needed]
+    is_required = parameters(backward)
+    required = [name for name, needed in is_required.items() if needed]
     # A cotangent that comes first may be called g, like a gamma.
     first = [name for name in required[:1] if key_of(name) == "g"]
-    known = {r: name for name in reversed(held) if name not in first and (r := role_of(name))}
+    known = {r: n for n in reversed(is_required) if n not in first and (r := role_of(n))}
     if len(required) == 2 and "x" not in known:
         order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
         return dict(zip(order, required, strict=True))
@@ -157,7 +157,7 @@ def _names_of_backward(backward: Function) -> dict[str, str]:
 
 
 def by_role(function: Function, names: dict[str, str]) -> Function:
-    """Return the function of its arguments by role; `names` has a parameter for each."""
+    """Return `function` as one that takes its arguments by role; `names` has the parameter of each role."""
     signature = inspect.signature(function)
 
     def call(**values: Any) -> Any:

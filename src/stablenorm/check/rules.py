@@ -13,9 +13,9 @@ from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 
-# A race shows seldom in three runs, but random numbers in the code show at once.
+# Runs of each function: random numbers in the code show at once, a race seldom.
 _RUNS = 3
-# No powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
+# Factors of dy that are no powers of two, so that every rounding differs; all dtypes hold the products.
 _FACTORS = np.array([3, 5, 7, 11])
 _LATEST = "it returns the gradients of the latest forward, whose cache it was not given"
 _OVERWRITTEN = "results, and the cache, are overwritten by the next call"
@@ -27,7 +27,7 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
     modified = loss.operation.modified.get
     outputs = ({"y": loss.operation.forward(loss.args)[0]} for _ in range(1, _RUNS))
     pulled = _pulls(loss, arguments, [loss.dy] * _RUNS)
-    # A rule returns the words for what is wrong.
+    # A rule returns words for the fault, empty if there is none.
     rules: list[tuple[str, Callable[[], str]]] = [
         ("the forward leaves its arguments alone", lambda: modified("forward", "")),
         ("the forward is deterministic", lambda: _differ({"y": loss.y_as_returned}, *outputs)),
@@ -38,7 +38,7 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
     ]  # fmt: skip
     findings: list[Finding] = []
     for name, rule in rules[: None if backward else 2]:
-        # Gradients that differ at each call would be blamed on the cache too, in the last.
+        # Skip the last rule after a failure: it would blame random gradients on the cache.
         if rule is rules[-1][1] and any(f.verdict == "FAIL" for f in findings):
             break
         try:
@@ -51,21 +51,21 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
 
 def widen_bounds(loss: Loss, arguments: list[Argument]) -> None:
     """Add to the bounds of each gradient the rounding errors that are measured in the backward."""
-    # The size of a gradient whose terms cancel (a saturated softmax) does not show them. Measured
-    # is how far multiples of dy are from giving its multiples, RMS along the last axis.
+    # The size of a gradient whose terms cancel (a saturated softmax) does not show these errors. We measure
+    # how far the gradients of multiples of dy are from multiples of the gradient, RMS along the last axis.
     try:
         runs = [*_pulls(loss, arguments, (loss.dy * factor for factor in (1, *_FACTORS)))]
     except FaultError:
-        # The rules have found it, and said so.
+        # `check_rules` has reported the fault.
         return
     for argument in arguments:
         one, *others = (flat(run[argument.label]) for run in runs)
         a, multiples = np.atleast_1d(argument.gradient), np.array(others)
         apart = np.nan_to_num(multiples / _FACTORS[:, None] - one, posinf=0, neginf=0)
         measured = rms(rms(apart, 0).reshape(a.shape), -1)
-        # The bound has the rounding of the gradient itself already, drawn twice here.
+        # Subtract the rounding of the gradient itself, which its bound contains; two gradients differ here.
         own = 1.5 * unit_roundoff(a.dtype) * rms(a.astype(np.float64), -1)
-        # Few samples may be 16 times too small.
+        # A measurement of few samples may be 16 times too small.
         allowed = np.minimum(16 * np.maximum(measured - own, 0), argument.explained)
         argument.bounds += np.broadcast_to(allowed, a.shape).reshape(-1)
 
@@ -73,7 +73,7 @@ def widen_bounds(loss: Loss, arguments: list[Argument]) -> None:
 def _pulls(
     loss: Loss, arguments: list[Argument], dys: Iterable[Array], cache: Any = None
 ) -> Iterator[dict[str, Array]]:
-    """Pull each dy back through one cache; yield what can be compared, by its name in messages."""
+    """Pull each dy back through one cache; yield the gradients of `arguments`, by their names in messages."""
     cache = loss.operation.forward(loss.args)[1] if cache is None else cache
     for dy in dys:
         returned = loss.operation.gradients(np.array(dy, loss.dy.dtype), cache)
@@ -81,17 +81,17 @@ def _pulls(
 
 
 def _linear(loss: Loss, arguments: list[Argument]) -> str:
-    """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
+    """Say which gradient is not linear in dy; twice dy, because it may be additive for these signs alone."""
     other = loss.draw()
     # The sum is exact in every dtype, see `Loss.draw`.
     runs = [*_pulls(loss, arguments, (loss.dy, other, 2 * loss.dy + other))]
     for argument in arguments:
         a, b, total = (run[argument.label] for run in runs)
         made = 2 * flat(a) + flat(b)
-        # Nearer to the end of the range, the sum may overflow.
+        # Skip sums near the end of the range, which may overflow.
         far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
         made = np.where(far, flat(total), made).reshape(total.shape)
-        # Any order of summation, and terms that cancel.
+        # The bound allows any order of summation, and terms that cancel.
         bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * argument.explained
         if said := _differ({argument.label: total}, {argument.label: made}, bound=bound):
             return said
@@ -101,18 +101,18 @@ def _linear(loss: Loss, arguments: list[Argument]) -> str:
 def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
     """Pull dy back through the first of two forwards, after the second one."""
     operation, copied = loss.operation, None
-    # A class that keeps what it needs has no cache.
+    # A class that stores its values itself has no cache.
     if (cache := operation.forward(loss.args)[1]) is None:
         return ""
     # Some objects cannot be copied; a closure is its own copy, with all in it.
     with suppress(Exception):
         copied = copy.deepcopy(cache)
-    ours, theirs = (set(map(id, leaves(held))) for held in (cache, copied))
+    ours, theirs = (set(map(id, leaves(one))) for one in (cache, copied))
     is_copy = bool(theirs) and theirs.isdisjoint(ours)
     moved, right = {**loss.args}, {argument.label: argument.gradient for argument in arguments}
     for name, a in loss.args.items():
         if a is not None:
-            # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
+            # Move at random by up to a quarter of the scale: a softmax does not see a shift of all.
             by = loss.spans[name] * loss.rng.uniform(-0.25, 0.25, a.size)
             moved[name] = (a + by.reshape(a.shape)).astype(a.dtype)
 
@@ -121,7 +121,7 @@ def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
             return bool(_differ(right, *_pulls(loss, arguments, [loss.dy], cache)))
         return True
 
-    # Nothing can be asked where the operation is not defined.
+    # Skip the rule if the operation is not defined at the moved arguments.
     with suppress(FaultError):
         operation.forward(moved)
         if is_off(cache):
@@ -132,7 +132,7 @@ def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
 
 
 def _bound(a: Array) -> float:
-    """Bound what another order of summation does to the elements of an array."""
+    """Return a bound for the change of the elements under another order of summation."""
     bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * np.max(np.abs(flat(a)), initial=0.0)
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
@@ -142,7 +142,7 @@ def _differ(first: dict[str, Array], *others: dict[str, Array], bound: float = 0
     for name, one in first.items():
         for other in others:
             a, b = flat(as_array(name, other[name], one.shape)), flat(one)
-            # NaN where only one of them is NaN.
+            # NaN if exactly one of the two is NaN.
             apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
             z = np.max(apart, initial=0.0) / (bound or _bound(one))
             if not z <= 1:

@@ -15,7 +15,7 @@ from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape, check_
 
 
 def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
-    """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
+    """Return `norm` with gamma and beta as arrays and eps as a float; raise if an option is wrong."""
     shape, gamma_offset = normalized_shape(x_shape, axes), norm.gamma_offset
     rounding: Any = norm.rounding
     gamma, beta = (
@@ -69,11 +69,11 @@ def of_shape(
     return array
 
 
-def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
-    """Raise unless `cache`, the argument of a backward or of the function `what`, is a cache of this kind of norm."""
-    forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{what}"
+def check_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> None:
+    """Raise unless `cache`, the argument of `operation`, is a cache of this kind of norm."""
+    forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{operation}"
     if not isinstance(cache, Cache) and not is_lazy_cache(cache):
-        first = "dy" if what == "backward" else "..."
+        first = "dy" if operation == "backward" else "..."
         cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
         if isinstance(dy, Cache):
             cure = f"the two are swapped, write {backward}(dy, cache)"
@@ -82,7 +82,7 @@ def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
         msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)
     if cache.norm.kind != kind:
-        msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{what}"
+        msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{operation}"
         raise ValueError(msg)
 
 
@@ -150,7 +150,7 @@ def check_mask(mask: Any, shape: Shape) -> None:
 
 
 def asked_names(wrt: object) -> tuple[str, ...]:
-    """Return what `wrt` names."""
+    """Return the names in `wrt`."""
     names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
     if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
         msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}"
@@ -205,7 +205,7 @@ CUDA, DASK = "arrays on a CUDA device", "a Dask array"
 NEAREST, LEADING = 'rounding="nearest"', "leading axes of gamma or beta"
 _DERIVATIVES = "jvp", "double_backward"
 
-# Features, what they cannot be combined with, why, and what to do instead; the documentation shows it.
+# Features, the feature that excludes them, the reason and the cure; the documentation shows this table.
 REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
       "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),

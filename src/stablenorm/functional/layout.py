@@ -1,5 +1,5 @@
 """
-How an array of any layout is seen, read and written as plain rows.
+Views and copies of arrays of any layout as plain rows.
 
 A *lead* has one length for each axis of x that is not normalized: x's own if a parameter, or a sum, varies along the axis,
 else 1. Axes whose length in the lead is not 1 cut x into samples.
@@ -23,24 +23,24 @@ PAGE, CROWDED, STRIP = 4096, 1 << 18, 16
 
 
 class Layout(NamedTuple):
-    """How arrays of the shape of x are seen as rows, and gamma and beta as theirs."""
+    """The map from arrays of the shape of x to rows, and from gamma and beta to those of the rows."""
 
     # The axes of x: those that count samples, those that count their rows, the normalized ones.
     order: Shape
     # The lengths of x along the axes that count rows, at least one, and along the normalized ones.
     leading: Shape
     last: Shape
-    # The lead of all parameters and sums together, and the number of samples that it makes.
+    # The lead of all parameters and sums together, and its number of samples.
     lead: Lead
     samples: int
-    # (rows, n), the rows those of all samples.
+    # (rows, n), with the rows of all samples.
     shape: tuple[int, int]
     # The shape of gamma, beta and their gradients: (n,) or, with several samples, (samples, n).
     of_samples: Shape
 
     def moved(self, array: Array) -> Array:
         """Return an array of the shape of x as (rows, n) if its rows are plain; else with axes in this order."""
-        # An array may be a memmap.
+        # A memmap becomes a plain view.
         moved = np.asarray(array).transpose(self.order)
         if len(self.last) == moved.ndim:
             moved = moved[np.newaxis]
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
         return copy
 
     def write(self, moved: Array, rows: range | Array, values: Array) -> None:
-        """Write (rows, n) to where they belong."""
+        """Write values of shape (rows, n) to their places."""
         leading = self.leading if moved.ndim > 2 else moved.shape[:1]
         if isinstance(rows, range):
             for box, places in _boxes(leading, rows.start, rows.stop):
@@ -121,7 +121,7 @@ def is_plain(moved: Array) -> bool:
 
 
 def _copy(source: Array, to: Array) -> None:
-    """Copy an array, by strips if the lines of cache that a transposing copy reads would drive one another out."""
+    """Copy an array; by strips if the cache lines that a transposing copy reads would evict one another."""
     axis = min(
         (i for i, n in enumerate(to.shape) if n > 1), key=lambda i: abs(to.strides[i]), default=0
     )

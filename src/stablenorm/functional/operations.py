@@ -176,13 +176,14 @@ def double_backward(
 
 
 def _checked(
-    what: str, kind: str, cache: Any, of_x: dict[str, Any], of_parameters: dict[str, Any]
+    operation: str, kind: str, cache: Any, of_x: dict[str, Any], of_parameters: dict[str, Any]
 ) -> list[Any]:
     """Return arguments like x, those like gamma and beta, and the mask in the shape of x."""
     if is_lazy_cache(cache):
-        checks.check_combinations((what, checks.DASK))
-    checks.check_cache(cache, None, kind, what)
-    checks.check_combinations((what, *checks.features_of(cache.norm, cache.axis, cache.backend)))
+        checks.check_combinations((operation, checks.DASK))
+    checks.check_cache(cache, None, kind, operation)
+    features = checks.features_of(cache.norm, cache.axis, cache.backend)
+    checks.check_combinations((operation, *features))
     checked: list[Any] = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]
     parameters = zip(of_parameters.items(), NAMES[1:], cache.norm[:2], strict=True)
     for (called, value), name, like in parameters:

@@ -1,7 +1,7 @@
 """
-Make any call plain: a backend gets its rows as they lie or, if they are not plain, as copies of blocks.
+Make any call plain: a backend gets plain rows directly, and other rows as copies of blocks.
 
-Rows without an element that counts are left out; sums made in parts are rounded at the end.
+Rows without an element that counts are skipped; sums of several parts are rounded once, at the end.
 """
 
 import math
@@ -18,7 +18,7 @@ from stablenorm.reference.doubledouble import as_partial, rounded
 from stablenorm.reference.uncertified import ExactSum, with_exact
 from stablenorm.types import Array, Shape, Statistics, joined
 
-# Bytes of an array that are copied at a time, or the rows of one tile or sample if these are more: they fit a cache.
+# Bytes of an array that are copied at a time, at least a tile or a sample: they fit a cache.
 # Channels first, (8, 256, 56, 56): 28 ms; by 4 MiB 37, by 64 MiB 45, and two copies around the plain call 52.
 BLOCK = 2 << 20
 
@@ -26,7 +26,7 @@ BLOCK = 2 << 20
 class Part(NamedTuple):
     """Rows for one call of a backend."""
 
-    # None: all rows of the call, as they lie.
+    # The rows; None for all rows of the call, uncopied.
     rows: Any
     # Whether only some of their elements count.
     masked: bool
@@ -103,7 +103,7 @@ def _fill(call: Any, layout: Layout, rows: Array) -> None:
         layout.write(result, rows, values)
 
 
-# ---- rows, as they lie or as copies ----
+# ---- rows, in place or as copies ----
 
 
 def _index(rows: range | Array) -> slice | Array:
@@ -138,7 +138,7 @@ def _blocks(backend: str, call: Any, layout: Layout, whole: Part) -> list[Part]:
 
 
 def _run_part(backend: str, call: Any, layout: Layout, part: Part) -> Any:
-    """Do some rows: plain arrays as they lie, others as copies."""
+    """Do some rows: plain arrays directly, others as copies."""
     if part.rows is None:
         return run(backend, call)
     rows, copied, written = part.rows, _reads_again(call), list[tuple[Array, Array]]()
@@ -169,7 +169,7 @@ def _run_part(backend: str, call: Any, layout: Layout, part: Part) -> Any:
     return statistics
 
 
-# ---- sums over rows that are done in parts ----
+# ---- sums over several parts ----
 
 
 def _run_parts(backend: str, call: Any, layout: Layout, parts: list[Part]) -> list[Any]:
