@@ -86,7 +86,7 @@ accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into 
 keywords: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs: 1 min
 	$(BIN)/python benchmarks/keywords.py
 
-rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
+rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 12 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that

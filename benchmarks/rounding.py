@@ -2,7 +2,7 @@
 The cost of rounding="nearest", beside fast and on hard inputs: `make rounding`.
 
 Writes benchmarks/results/rounding.json and docs/evidence/rounding.md. The exit status is 1 if two ways to the same
-results differ in an element. Seven minutes, alone on the machine.
+results differ in an element. Twelve minutes, alone on the machine.
 """
 
 from __future__ import annotations
