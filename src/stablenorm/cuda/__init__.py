@@ -37,7 +37,7 @@ def find_plan(
     function, fitting = driver.load(device, kernel)
     chunks, chunk_rows = cut(rows, kernel)
     # No more blocks than the device holds at once.
-    grid = min(chunks, fitting * facts.multiprocessors)
+    grid = kernel.count_blocks(chunks, fitting * facts.multiprocessors)
     return kernel, function, grid, (chunk_rows, chunks), 2 * n * chunks * kernel.number_bytes
 
 
@@ -86,21 +86,23 @@ def _launch(
     dtypes = [None if each is None else each.dtype for each in typed]
     device, aligned = x.device.id, begins % 16 == 0
     kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
+    # Blocks that share a row, or add up what others have, wait for one another.
     has_sums = dgamma is not None or dbeta is not None
-    room = driver.room(cupy, device, nbytes) if has_sums else (None, None)
+    meet = has_sums or kernel.parts > 1
+    sizes = nbytes if has_sums else 0, kernel.counter_bytes(grid)
+    room = driver.room(cupy, device, *sizes) if meet else (None, None)
     others = (*kept[:5], kept.exponent, *room)
     places += [0 if each is None else each.data.ptr for each in others]
     parameters = pack(*places, rows, n, *strides, *chunks, eps)
     while True:
         try:
-            # With sums over rows, blocks wait for one another.
-            driver.launch(function, kernel, grid, parameters, has_sums)
+            driver.launch(function, kernel, grid, parameters, meet)
             break
         except RuntimeError as error:
-            if _TOO_MANY not in str(error) or grid == 1:
+            if _TOO_MANY not in str(error) or grid == kernel.parts:
                 raise
             # Refused before anything ran. Fewer blocks give the same bits.
-            grid //= 2
+            grid = kernel.count_blocks(grid, grid // 2)
     for array, (made, _) in zip(given[4:], seen[4:], strict=True):
         if made is not array:
             arrays.put_back(cupy, array, axes, made)
