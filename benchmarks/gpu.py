@@ -73,10 +73,7 @@ def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
 
 
 def _torch(torch: Any) -> Callable[..., Any]:
-    def function(x: Any, gamma: Any, beta: Any) -> Any:
-        return torch.nn.functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
-
-    return function
+    return lambda x, *parameters: torch.layer_norm(x, parameters[0].shape, *parameters, 1e-5)
 
 
 def _compiled(torch: Any) -> Callable[..., Any]:
@@ -197,15 +194,10 @@ def measure() -> dict[str, Any]:
     device = cupy.cuda.Device()
     name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
     versions = {"CuPy": cupy.__version__, "driver": str(cupy.cuda.runtime.driverGetVersion())}
-    ceiling = measure_ceiling(cupy)
+    named = f"{name}, compute capability {device.compute_capability}"
+    head = {"origin": origin(versions), "device": named, "ceiling": measure_ceiling(cupy)}
     times, missing = bench(cupy)
-    return {
-        "origin": origin(versions),
-        "device": f"{name}, compute capability {device.compute_capability}",
-        "ceiling": ceiling,
-        "times": times,
-        "missing": missing,
-    }
+    return head | {"times": times, "missing": missing}
 
 
 def page(found: dict[str, Any]) -> str:

@@ -70,10 +70,9 @@ struct Memory : Region {
     bool holds(Bytes at, std::size_t size) const { return at >= begin && at + size <= begin + bytes; }
 };
 
-// The time of every thread of the grid up to which somebody has seen what it did.
-struct Past : std::vector<unsigned> {
-    Past() : std::vector<unsigned>(launch.grid * launch.threads) {}
-};
+// By block, the times of its threads up to which somebody has seen what they did; a copy is made for a change.
+using Times = std::shared_ptr<std::vector<unsigned>>;
+using Past = std::map<int, Times>;
 
 struct Fiber;
 // A place where threads wait for one another: those of a block, a warp, or a barrier in shared memory. Phases are
@@ -164,7 +163,9 @@ template <class... Values> [[noreturn]] void fail(const char* format, Values... 
 int own_number() { return current->block->index * launch.threads + current->thread; }
 
 bool is_ordered(const Touch& other) {
-    return other.thread < 0 || other.thread == own_number() || other.time <= current->past[other.thread];
+    if (other.thread < 0 || other.thread == own_number()) return true;
+    const auto seen = current->past.find(other.block());
+    return seen != current->past.end() && other.time <= (*seen->second)[other.thread % launch.threads];
 }
 
 void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
@@ -182,11 +183,23 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
     shadow.write = now;
 }
 
+std::vector<unsigned>& to_change(Times& times) {
+    if (!times || times.use_count() > 1)
+        times = std::make_shared<std::vector<unsigned>>(times ? *times : std::vector<unsigned>(launch.threads));
+    return *times;
+}
+
 void see(Past& past, const Past& other) {
-    for (std::size_t i = 0; i < past.size(); ++i) past[i] = std::max(past[i], other[i]);
+    for (const auto& [block, times] : other) {
+        Times& mine = past[block];
+        if (!mine) mine = times;
+        if (mine == times) continue;
+        auto& all = to_change(mine);
+        for (std::size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], (*times)[i]);
+    }
 }
 // Let others see what this thread has done; what it does from now on is later.
-void show(Past& past) { past[own_number()] = current->time++; }
+void show(Past& past) { to_change(past[current->block->index])[current->thread] = current->time++; }
 void show_all(Past& past) { see(past, current->past), show(past); }
 
 // ---- every access ----

@@ -52,14 +52,19 @@ INLINE double inverse_root(double v) {
 
 // ---- how rows arrive ----
 
+// Ask for a word of four bytes, element e and what follows, of `count` at `from`; zeros behind them.
+constexpr int PER_WORD = 4 / sizeof(X);
+INLINE void fetch_word(X* to, const X* from, int e, int count) {
+    if (e + PER_WORD <= count) return copy_async4(to + e, from + e);
+    unrolled<PER_WORD>([&](int i) { to[e + i] = e + i < count ? from[e + i] : X{}; });
+}
+
 // Ask for elements [0, count) at `from`, and zeros behind them.
 INLINE void fetch(Vector<X>* to, const X* from, int count) {
     if constexpr (ALIGNED) return copy_async(to, from, count * (int)sizeof(X));
-    unrolled<VECTOR>([&](int i) {
-        if (i >= count) to->e[i] = X{};
-        else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
-        else to->e[i] = from[i];
-    });
+    // No copy is shorter than a word.
+    if (sizeof(X) < 4 && !is_multiple(from, 4)) return void(*to = load(from, count));
+    unrolled<4>([&](int k) { fetch_word(to->e, from, k * PER_WORD, count); });
 }
 
 // Rows on their way to a thread, which reads what it asked for itself: that takes no barrier.

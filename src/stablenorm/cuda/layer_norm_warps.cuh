@@ -41,6 +41,37 @@ struct Pipeline {
         for (int q = threadIdx.x % WARP; q < ROW_VECTORS; q += WARP) f(q);
     }
 
+    // Ask for a row. If it begins within a word, its first element is left out, and `move_up` makes room for it.
+    INLINE void fetch_row(Vector<X>* to, const X* from) const {
+        const int lane = threadIdx.x % WARP, missing = is_multiple(from, 4) ? 0 : 1;
+        if constexpr (ALIGNED) return for_each_vector([&](int q) {
+            const int rest = N - q * VECTOR;
+            fetch(to + q, from + q * VECTOR, rest < VECTOR ? rest : VECTOR);
+        });
+#pragma unroll 1
+        for (int e = lane * PER_WORD; e < ROW_VECTORS * VECTOR; e += WARP * PER_WORD)
+            fetch_word(to->e, from + missing, e, N - missing);
+    }
+    INLINE void move_up(Vector<X>* row, const X* from) const {
+        if (is_multiple(from, 4)) return;
+        const X first = from[0];
+        // Orders the copies, of all lanes, before they are read.
+        __syncwarp();
+        // From the end on: what a vector takes from the one before it is still there.
+#pragma unroll 1
+        for (int begin = (ROW_VECTORS - 1) / WARP * WARP; begin >= 0; begin -= WARP) {
+            const int q = begin + threadIdx.x % WARP;
+            Vector<X> v = {};
+            if (q < ROW_VECTORS) {
+                v.e[0] = q > 0 ? row[q - 1].e[VECTOR - 1] : first;
+                unrolled<VECTOR - 1>([&](int i) { v.e[i + 1] = row[q].e[i]; });
+            }
+            // Orders these reads before the vectors are written.
+            __syncwarp();
+            if (q < ROW_VECTORS) row[q] = v;
+        }
+    }
+
     INLINE void ask(int warp) const {
         // One lane asks for bulk copies. The others would wait without meeting it, and might fall two turns behind.
         if (BULK && threadIdx.x % WARP != 0) return;
@@ -54,13 +85,10 @@ struct Pipeline {
                 copy_bulk(stage(s, 0), x, BYTES, &full[s]);
                 copy_bulk(stage(s, 1), dy, BYTES, &full[s]);
             } else {
-                for_each_vector([&](int q) {
-                    const int rest = N - q * VECTOR, count = rest < VECTOR ? rest : VECTOR;
-                    fetch(stage(s, 0) + q, x + q * VECTOR, count);
-                    fetch(stage(s, 1) + q, dy + q * VECTOR, count);
-                });
+                fetch_row(stage(s, 0), x), fetch_row(stage(s, 1), dy);
                 commit_copies();
                 wait_copies<0>();
+                if constexpr (!ALIGNED && sizeof(X) < 4) move_up(stage(s, 0), x), move_up(stage(s, 1), dy);
                 barrier_arrive(&full[s]);
             }
         });
@@ -168,9 +196,9 @@ struct Pipeline {
             }
 #pragma unroll
             for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
-                const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
-                double* partials = p.partials + (2LL * chunk + e / ELEMENTS) * (N * PARTS) + first_column();
-                if (col < N) partials[col] = sums[e / ELEMENTS][e % ELEMENTS];
+                if (e % VECTOR >= elements(e % ELEMENTS / VECTOR)) continue;
+                const int col = first_column() + column(e % ELEMENTS / VECTOR) + e % VECTOR;
+                p.partials[(2LL * chunk + e / ELEMENTS) * (N * PARTS) + col] = sums[e / ELEMENTS][e % ELEMENTS];
             }
         }
     }
