@@ -16,10 +16,10 @@ from stablenorm.testing.families import FAMILIES, make_case
 pytestmark = host_shim.needs_shim
 
 # Each length is another pair of kernels to compile, a second each: a few lanes a row, a warp, warps of
-# three kinds. Of few families: odd rows by such warps, longer ones, and float16, other than bfloat16 in
-# conversions alone.
+# three kinds. Of few families: odd rows by such warps, rows that blocks share, longer ones, and float16, other than
+# bfloat16 in conversions alone.
 LENGTHS = {"bfloat16": (129, 784), "float32": (5, 129), "float64": (129,)}
-LENGTHS_OF_FEW = {"float16": (129,), "float32": (1027, 4099), "float64": (1027,)}
+LENGTHS_OF_FEW = {"float16": (129,), "float32": (1027, 3072, 4099), "float64": (1027,)}
 # A cheap one for each way of losing digits in a long sum, the ends of the range, and what is not finite.
 FEW = ("F01", "F03", "F07", "F14", "F16", "F27", "F36")
 
@@ -53,7 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("launches")
+@pytest.mark.usefixtures("launches", "short_parts")
 @pytest.mark.parametrize(("name", "dtype", "n"), CASES)
 def test_families(name, dtype, n):
     family = FAMILIES[name]
@@ -160,14 +160,6 @@ def test_no_thread_falls_two_turns_behind(use, monkeypatch):
     assert_same(both(case, np.asarray), both(case))
 
 
-@pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("name", FEW)
-def test_families_of_shared_rows(name, use):
-    use(resident=8, shared=99 << 10)
-    case = make_case(name, parse("float32"), 3072, max(5, FAMILIES[name].smallest_rows))
-    assert_contract(exact_layer_norm(*case), both(case))
-
-
 def test_rows_are_read_once(launches):
     case = ordinary(40, 1000, "float32")
     both(case)
@@ -216,6 +208,6 @@ def test_planted_faults_are_found(fault, use, monkeypatch):
     use(resident=2, shared=99 << 10)
     expected = both(case)
     edited = "layer_norm_forward" if "of a forward" in fault else "layer_norm_backward"
-    use(edits=edits, edited=edited, resident=2, shared=99 << 10)
+    use(edits=edits, edited=edited, resident=2, shared=99 << 10, seed=1)
     with pytest.raises((AssertionError, host_shim.LaunchError)):
         assert_same(expected, both(case))

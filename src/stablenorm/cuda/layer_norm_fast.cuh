@@ -17,8 +17,8 @@ constexpr double INVERSE = 1.0 / N;
 
 // The first column of this block, its group of blocks that share rows, and how many groups there are.
 INLINE int first_column() { return blockIdx.x % PARTS * N; }
-INLINE int group() { return blockIdx.x / PARTS; }
-INLINE int groups() { return gridDim.x / PARTS; }
+INLINE unsigned group() { return blockIdx.x / PARTS; }
+INLINE unsigned groups() { return gridDim.x / PARTS; }
 
 struct __align__(16) Two { double a, b; };
 INLINE Two operator+(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }

@@ -43,14 +43,16 @@ struct Pipeline {
 
     // Ask for a row. If it begins within a word, its first element is left out, and `move_up` makes room for it.
     INLINE void fetch_row(Vector<X>* to, const X* from) const {
-        const int lane = threadIdx.x % WARP, missing = is_multiple(from, 4) ? 0 : 1;
-        if constexpr (ALIGNED) return for_each_vector([&](int q) {
-            const int rest = N - q * VECTOR;
-            fetch(to + q, from + q * VECTOR, rest < VECTOR ? rest : VECTOR);
-        });
+        const int missing = is_multiple(from, 4) ? 0 : 1;
+        if constexpr (ALIGNED) {
+            for_each_vector([&](int q) {
+                fetch(to + q, from + q * VECTOR, q < N / VECTOR ? VECTOR : N % VECTOR);
+            });
+        } else {
 #pragma unroll 1
-        for (int e = lane * PER_WORD; e < ROW_VECTORS * VECTOR; e += WARP * PER_WORD)
-            fetch_word(to->e, from + missing, e, N - missing);
+            for (int e = threadIdx.x % WARP * PER_WORD; e < ROW_VECTORS * VECTOR; e += WARP * PER_WORD)
+                fetch_word(to->e, from + missing, e, N - missing);
+        }
     }
     INLINE void move_up(Vector<X>* row, const X* from) const {
         if (is_multiple(from, 4)) return;
@@ -196,9 +198,9 @@ struct Pipeline {
             }
 #pragma unroll
             for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
-                if (e % VECTOR >= elements(e % ELEMENTS / VECTOR)) continue;
-                const int col = first_column() + column(e % ELEMENTS / VECTOR) + e % VECTOR;
-                p.partials[(2LL * chunk + e / ELEMENTS) * (N * PARTS) + col] = sums[e / ELEMENTS][e % ELEMENTS];
+                const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
+                const long long at = (2LL * chunk + e / ELEMENTS) * (N * PARTS) + first_column() + col;
+                if (col < N) p.partials[at] = sums[e / ELEMENTS][e % ELEMENTS];
             }
         }
     }

@@ -49,25 +49,22 @@ class Kernel(NamedTuple):
     beta: str
     # Whether the arithmetic is that of pairs.
     pairs: bool
-    # Elements of a row, or of a part of it; 0: the general kernel, for any number.
+    # Elements of a row, or of each of the equal parts that blocks share; 0: the general kernel, for any number.
     n: int = 0
-    # Equal parts of a row, each for a block of its own.
     parts: int = 1
     # Threads of a row, and rows that a block has in hand at a time.
     row_threads: int = _BLOCK
     slots: int = 1
-    # Fast kernels: 16-byte vectors of x that a thread has, and whether they begin at multiples of 16 bytes.
+    # Fast kernels: 16-byte vectors of x that a thread has, whether they begin at multiples of 16 bytes, warps that
+    # find row sums, beside the threads of the row, and rows on their way.
     vectors: int = 1
     aligned: bool = False
-    # Warps that find row sums, beside the threads of the row.
     row_warps: int = 0
-    # Fast kernels: rows on their way.
     stages: int = 0
-    # Threads of a block.
+    # A block, and how many of them are to fit a multiprocessor.
     threads: int = _BLOCK
-    # Blocks that are to fit a multiprocessor.
-    least_blocks: int = 2
     shared_bytes: int = 0
+    least_blocks: int = 2
 
     @property
     def entry(self) -> str:
@@ -89,7 +86,7 @@ class Kernel(NamedTuple):
         return 16 if self.pairs else 8
 
     def count_blocks(self, chunks: int, most: int) -> int:
-        """Return the blocks of a grid, at most so many unless they share rows: those of a row run at once."""
+        """Return the blocks of a grid: `most` at most, but no fewer than share a row."""
         return max(1, min(chunks, most // self.parts)) * self.parts
 
     def counter_bytes(self, grid: int) -> int:
@@ -112,7 +109,7 @@ def choose_kernel(
     A block may have `shared` bytes of shared memory, at least 99 KiB; rows that are `aligned` begin at multiples of
     16 bytes.
     """
-    names = [(x if each is None else each).name for each in (x, dy, gamma, beta)]
+    names = [(x if dtype is None else dtype).name for dtype in (x, dy, gamma, beta)]
     kernel = Kernel(dy is None, names[0], names[1], names[2], names[3], x.itemsize == 8)
     vector = _VECTOR_BYTES // x.itemsize
     parts = 1 if dy is None or n <= _LONGEST_PART else 2 if n <= 2 * _LONGEST_PART else 4
