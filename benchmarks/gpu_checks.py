@@ -44,8 +44,6 @@ FEW = (
 # Shapes of the check of bits: a few chunks of rows for each of 132 multiprocessors; blocks that share rows.
 MANY = (1037, 257), (1037, 8192)
 
-Arrays = dict[str, Any]
-
 
 class Problem(NamedTuple):
     """One problem of the sweep."""
@@ -89,7 +87,7 @@ def to_device(cupy: Any, case: Any, layout: str) -> Case:
     return Case(placed(x), gamma, beta, eps, placed(dy))
 
 
-def run(case: Case) -> Arrays:
+def run(case: Case) -> dict[str, Any]:
     """Return y and the gradients that there are."""
     y, cache = layer_norm_forward(*case[:4])
     gradients = layer_norm_backward(case.dy, cache)._asdict()
@@ -107,7 +105,7 @@ def draw(problem: Problem) -> Any:
     return case
 
 
-def judge(case: Any, actual: Arrays) -> str:
+def judge(case: Any, actual: dict[str, Any]) -> str:
     """Return what breaks the contract in results in host memory, or ""."""
     results = exact_layer_norm(*case).check_contract(**actual)
     return "; ".join(f"{name}: {result}" for name, result in results.items() if not result.passed)
@@ -127,8 +125,7 @@ def check_problems(cupy: Any, problems: list[Problem]) -> list[tuple[str, str]]:
 
 def check_bits(cupy: Any, shape: tuple[int, int]) -> Iterator[tuple[str, str]]:
     """Yield what must change no bit, and whether it does, or ""."""
-    rows, n = shape
-    held = to_device(cupy, make_case("F01", parse("bfloat16"), n, rows), "plain")
+    held = to_device(cupy, make_case("F01", parse("bfloat16"), *shape[::-1]), "plain")
 
     def bits(results: Any = None) -> list[bytes]:
         return [array.get().tobytes() for array in results or run(held).values()]
