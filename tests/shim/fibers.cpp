@@ -212,10 +212,10 @@ void access(const void* place, std::size_t size, bool write) {
     Memory* memory = &current->block->shared;
     if (!memory->holds(at, size)) {
         if (tensors.empty()) return; // the driver vouches for what the parameters point to
-        const auto found = std::find_if(tensors.begin(), tensors.end(), [&](Memory& m) { return m.holds(at, size); });
-        if (found == tensors.end()) fail("%s %zu bytes outside of every tensor", does, size);
-        memory = &*found;
-        std::snprintf(name, sizeof name, "tensor %td", found - tensors.begin());
+        const auto tensor = std::find_if(tensors.begin(), tensors.end(), [&](Memory& m) { return m.holds(at, size); });
+        if (tensor == tensors.end()) fail("%s %zu bytes outside of every tensor", does, size);
+        memory = &*tensor;
+        std::snprintf(name, sizeof name, "tensor %td", tensor - tensors.begin());
     }
     const std::size_t byte = at - memory->begin;
     if (!(memory->rights & (write ? WRITE : READ)))
@@ -340,7 +340,7 @@ double shim_exchange(double value, unsigned mask, int lanes, int line) {
 
 bool shim_any(bool value, int line) {
     const int parity = meet(own_warp(), "votes", line, false, value);
-    return std::any_of(&lane(0), &lane(0) + 32, [&](const Fiber& each) { return each.values[parity] != 0; });
+    return std::any_of(&lane(0), &lane(0) + 32, [&](const Fiber& fiber) { return fiber.values[parity] != 0; });
 }
 
 void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {

@@ -7,8 +7,8 @@
 //
 // One source, compiled for one function and one configuration at a time: each field of Kernel in plan.py is a
 // definition, LN_ and its name. The dtype of x chooses the arithmetic: pairs of float64 for float64, float64 for
-// the others. The grid may have any number of blocks up to the chunks; with partial sums all of them must be
-// resident (cooperative launch).
+// the others. The grid may have any number of blocks up to the chunks, or groups of LN_PARTS blocks; with partial
+// sums or parts all of them must be resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.

@@ -2,7 +2,9 @@
 //
 // Asking warps fetch rows, STAGES at a time. Row warps take a row each and find its row sums: mean of g, and
 // the slope. Column threads keep columns, and with them the sums over rows; they make dx. Three barriers of
-// a stage hand it on: it is full of a row, the row's sums are ready, it is empty again.
+// a stage hand it on: it is full of a row, the row's sums are ready, it is empty again. If blocks share a row, its
+// row warps talk before the sums are ready (`share`): each turn waits for turns before it alone, so no block of a grid
+// that runs at once waits for ever.
 //
 // A barrier is awaited by its parity. So each stage belongs to one row warp and one asking warp: otherwise a
 // warp could be two turns of the stage ahead, and take the parity of the turn before for its own.
