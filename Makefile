@@ -132,6 +132,7 @@ $(GPU)/.done: pyproject.toml $(NATIVE)
 	$(GPU_PIP) -e ".[cuda,plot]" --group test
 	-$(GPU_PIP) torch==2.13.0
 	-$(GPU_PIP) liger-kernel
+	-$(GPU_PIP) "quack-kernels[cu13]"
 	@touch $@
 
 .PHONY: gpu

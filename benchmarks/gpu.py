@@ -1,5 +1,5 @@
 """
-On a CUDA device: the kernels' times beside PyTorch, torch.compile and Liger-Kernel: `make gpu`.
+On a CUDA device: the kernels' times beside PyTorch, torch.compile, Liger-Kernel and quack: `make gpu`.
 
 First every output is checked (gpu_checks.py), seven problems under compute-sanitizer where it is. Keeps
 benchmarks/results/gpu.json, and writes the measurements of docs/how-to/gpu.md; with `--render` from the file alone. Exit
@@ -50,7 +50,8 @@ Peer = Callable[[Case, str], Call]
 def load_peers() -> tuple[dict[str, Peer], dict[str, str]]:
     """Return the peers that can be loaded, and why the others cannot."""
     loaders = {"PyTorch": _torch, "torch.compile": _compiled, "Liger-Kernel": _liger}
-    return load_all({name: partial(_through_autograd, load) for name, load in loaders.items()})
+    differentiable = {name: partial(_through_autograd, load) for name, load in loaders.items()}
+    return load_all({**differentiable, "quack": _quack})
 
 
 def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
@@ -72,10 +73,7 @@ def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
 
 
 def _torch(torch: Any) -> Callable[..., Any]:
-    def function(x: Any, gamma: Any, beta: Any) -> Any:
-        return torch.nn.functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
-
-    return function
+    return lambda x, *parameters: torch.layer_norm(x, parameters[0].shape, *parameters, 1e-5)
 
 
 def _compiled(torch: Any) -> Callable[..., Any]:
@@ -88,6 +86,22 @@ def _compiled(torch: Any) -> Callable[..., Any]:
 def _liger(_: Any) -> Callable[..., Any]:
     module: Any = importlib.import_module("liger_kernel.ops.layer_norm")
     return lambda *parameters: module.LigerLayerNormFunction.apply(*parameters, 1e-5)
+
+
+def _quack() -> Peer:
+    """Time the two functions of quack, which take gamma and beta in float32 alone."""
+    torch: Any = importlib.import_module("torch")
+    norms: Any = importlib.import_module("quack.rmsnorm")
+
+    def peer(case: Case, direction: str) -> Call:
+        x, dy = torch.from_dlpack(case.x), torch.from_dlpack(case.dy)
+        gamma, beta = (torch.from_dlpack(array).float() for array in case[1:3])
+        forward = partial(norms.layernorm_fwd, x, gamma, beta, 1e-5, True, True)
+        _, rstd, mean = forward()
+        backward = partial(norms.layernorm_bwd, x, gamma, dy, rstd, mean)
+        return forward if direction == "forward" else backward
+
+    return peer
 
 
 def time_calls(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]:
@@ -180,15 +194,10 @@ def measure() -> dict[str, Any]:
     device = cupy.cuda.Device()
     name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
     versions = {"CuPy": cupy.__version__, "driver": str(cupy.cuda.runtime.driverGetVersion())}
-    ceiling = measure_ceiling(cupy)
+    named = f"{name}, compute capability {device.compute_capability}"
+    head = {"origin": origin(versions), "device": named, "ceiling": measure_ceiling(cupy)}
     times, missing = bench(cupy)
-    return {
-        "origin": origin(versions),
-        "device": f"{name}, compute capability {device.compute_capability}",
-        "ceiling": ceiling,
-        "times": times,
-        "missing": missing,
-    }
+    return head | {"times": times, "missing": missing}
 
 
 def page(found: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import types
 
 import host_shim
 import numpy as np
-from host_shim import READ, WRITE, Tensor
+from host_shim import ATOMIC, READ, WRITE, Tensor
 from norms import compute
 
 from stablenorm import cuda
@@ -166,7 +166,7 @@ def put_device(
         launches.append(types.SimpleNamespace(**made))
         if not run:
             return
-        memory = tensors(kernel, values)
+        memory = tensors(kernel, grid, values)
         given = grid, kernel.threads, kernel.shared_bytes, parameters.tobytes(), memory
         options = {"seed": seed + len(launches) - 1, "cooperative": together}
         for tensor, counts in zip(
@@ -183,7 +183,7 @@ def put_device(
     return launches
 
 
-def tensors(kernel, values):
+def tensors(kernel, grid, values):
     """Return the memory that a launch may touch, by its parameters; none if results lie over inputs."""
     rows, n = values["rows"], values["n"]
     if values["out"] and values["out"] in (values["x"], values["dy"]):
@@ -201,7 +201,7 @@ def tensors(kernel, values):
         "gamma": (n * gamma, READ), "dgamma": (n * gamma, WRITE),
         "beta": (n * beta, READ), "dbeta": (n * beta, WRITE),
         **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail"), (8 * rows, kept)),
-        "exponent": (4 * rows, kept), "counter": (4, READ | WRITE),
+        "exponent": (4 * rows, kept), "counter": (kernel.counter_bytes(grid), ATOMIC),
         "partials": (2 * n * values["chunks"] * kernel.number_bytes, READ | WRITE),
     }  # fmt: skip
     found += [Tensor(name, values[name], *rest) for name, rest in flat.items()]

@@ -34,12 +34,12 @@ REGISTERS = 65536
 # Half a second each: per dtype of x, of dy (None: a forward) and architecture the lengths at the edges of
 # the plan's table, where a thread holds most: lanes, a warp, warps of three kinds, columns in a loop.
 EDGES = {
-    (BF16, BF16, 90): (8, 64, 768, 776, 2048, 4095, 4096, 4097),
+    (BF16, BF16, 90): (8, 64, 768, 776, 2048, 4095, 4096, 4097, 8192),
     (F32, F32, 90): (64, 384, 385, 768, 1023, 3000, 4095, 4096, 4097),
     (F64, F64, 90): (64, 1025),
-    (F32, F32, 80): (384, 4096),
-    (F16, F16, 100): (768, 4096),
-    (F32, F32, 120): (384, 4096),
+    (F32, F32, 80): (384, 4096, 8192),
+    (F16, F16, 100): (768, 4096, 16_384),
+    (F32, F32, 120): (384, 4096, 16_384),
     (F64, F64, 120): (512,),
     # Mixed dtypes take the general kernel.
     (BF16, F32, 90): (129,),

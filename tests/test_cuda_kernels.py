@@ -16,10 +16,10 @@ from stablenorm.testing.families import FAMILIES, make_case
 pytestmark = host_shim.needs_shim
 
 # Each length is another pair of kernels to compile, a second each: a few lanes a row, a warp, warps of
-# three kinds. Of few families: odd rows by such warps, longer ones, and float16, other than bfloat16 in
-# conversions alone.
+# three kinds. Of few families: odd rows by such warps, rows that blocks share, longer ones, and float16, other than
+# bfloat16 in conversions alone.
 LENGTHS = {"bfloat16": (129, 784), "float32": (5, 129), "float64": (129,)}
-LENGTHS_OF_FEW = {"float16": (129,), "float32": (1027, 4099), "float64": (1027,)}
+LENGTHS_OF_FEW = {"float16": (129,), "float32": (1027, 3072, 4099), "float64": (1027,)}
 # A cheap one for each way of losing digits in a long sum, the ends of the range, and what is not finite.
 FEW = ("F01", "F03", "F07", "F14", "F16", "F27", "F36")
 
@@ -53,7 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("launches")
+@pytest.mark.usefixtures("launches", "short_parts")
 @pytest.mark.parametrize(("name", "dtype", "n"), CASES)
 def test_families(name, dtype, n):
     family = FAMILIES[name]
@@ -117,22 +117,31 @@ SETTINGS = {
     "little shared memory": ({"shared": 99 << 10, "seed": 6}, on_device),
     "no copies of whole rows": ({"defines": ("SHIM_BULK=0",), "seed": 7}, on_device),
 }
-# Rows, n, dtype; whether a fast kernel does the backward, and with warps of three kinds.
+# Rows, n, dtype; whether a fast kernel does the backward, with warps of three kinds, and the parts of a row.
 INVARIANT = {
-    "a few lanes a row": (800, 5, "float32", True, False),
-    "a warp a row": (131, 129, "float32", True, False),
-    "warps of three kinds": (40, 1000, "float32", True, True),
-    "odd rows by such warps": (9, 1027, "bfloat16", True, True),
-    "columns in a loop": (33, 1027, "float64", False, False),
+    "a few lanes a row": (800, 5, "float32", True, False, 1),
+    "a warp a row": (131, 129, "float32", True, False, 1),
+    "warps of three kinds": (40, 1000, "float32", True, True, 1),
+    "odd rows by such warps": (9, 1027, "bfloat16", True, True, 1),
+    "two blocks a row": (24, 1536, "bfloat16", True, True, 2),
+    "four blocks a row": (24, 3072, "float32", True, True, 4),
+    "columns in a loop": (33, 1027, "float64", False, False, 1),
 }
 
 
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Let blocks share rows that are short enough for a test."""
+    monkeypatch.setattr(plan, "_LONGEST_PART", 1027)
+
+
 @pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.usefixtures("short_parts")
 def test_same_bits(name, use):
     """Nor does the shim find a race, or a barrier or a fence left out (test_host_shim.py)."""
     rows, n, dtype, *kind = INVARIANT[name]
     kernel = choose_kernel(n, *[parse(dtype)] * 4)
-    assert [kernel.n > 0, kernel.row_warps > 0] == kind
+    assert [kernel.n > 0, kernel.row_warps > 0, kernel.parts] == kind
     assert cut(rows, kernel)[0] >= 3
     use()
     case = ordinary(rows, n, dtype)
@@ -177,17 +186,28 @@ FAULTS = {
     "a predicate dropped at the tail of a backward": (129, [("i < count ? row.centered(lift(x.e[i])) : 0.0", "row.centered(lift(x.e[i]))")]),
     "a predicate dropped at the tail of row sums": (1027, [("const bool there = WHOLE || q * VECTOR + i < N;", "const bool there = true;")]),
     "a warp's reads not ordered before its arrival": (1000, [("__syncwarp();\n        if (v", "if (v")]),
+    "a part's sums read before their turn": (3072, [("while (__double_as_longlong(words[i]) == 0);", "while (false);")]),
+    "a part's sums emptied before all lanes have them": (3072, [("__syncwarp();\n        unrolled<3>", "unrolled<3>")]),
+    "a part's sums not emptied in order": (3072, [("0.0); });\n        __threadfence();", "0.0); });")]),
+    "one box for two turns": (3072, [("turn % (2 * ROW_SUM_WARPS)", "turn % ROW_SUM_WARPS")]),
+    "a sum of 0 taken for an empty box": (3072, [("words[i] == 0.0 ? -0.0 : words[i]", "words[i]")]),
+    "parts in another order": (3072, [("int lanes = 1; lanes < PARTS; lanes *= 2", "int lanes = PARTS / 2; lanes > 0; lanes /= 2")]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("short_parts")
 def test_planted_faults_are_found(fault, use, monkeypatch):
     n, edits = FAULTS[fault]
-    case = ordinary(150 if n == 129 else 70, n, "float32")
+    case = x, gamma, *_, dy = ordinary({129: 150, 3072: 24}.get(n, 70), n, "float32")
+    if n == 3072:
+        # A row of zeros; and g is nearly constant, so that dx shows the last bits of its mean.
+        dy[:] = np.linspace(0.0, 1.0, len(x))[:, None] / gamma
     # Few chunks, so that they have several rows, and little memory, so that stages are used again soon.
-    monkeypatch.setattr(plan, "_CHUNKS", 2)
-    expected = both(case, np.asarray)
+    monkeypatch.setattr(plan, "_CHUNKS", 8 if n == 3072 else 2)
+    use(resident=2, shared=99 << 10)
+    expected = both(case)
     edited = "layer_norm_forward" if "of a forward" in fault else "layer_norm_backward"
-    use(edits=edits, edited=edited, resident=2, shared=99 << 10)
+    use(edits=edits, edited=edited, resident=2, shared=99 << 10, seed=1)
     with pytest.raises((AssertionError, host_shim.LaunchError)):
         assert_same(expected, both(case))

@@ -26,7 +26,7 @@ KERNELS = [
 def test_threads_columns_and_memory():
     for n, shared, kernel in KERNELS:
         vector = 16 // parse(kernel.x).itemsize
-        assert not kernel.n or kernel.row_threads * kernel.vectors * vector >= n
+        assert not kernel.n or kernel.row_threads * kernel.vectors * vector >= n / kernel.parts
         assert kernel.threads % 32 == 0
         assert kernel.threads <= 1024
         # A row within a warp is added up by halves of a power of two, beyond by whole warps.

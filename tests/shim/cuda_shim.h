@@ -33,6 +33,8 @@ void __threadfence();
 void __nanosleep(unsigned);
 // Integers only: a sum of floats by atomics depends on the schedule, so there is none to call.
 unsigned atomicAdd(unsigned* word, unsigned value);
+void post(double* word, double value);
+double peek(const double* word);
 void commit_copies();
 void barrier_init(Barrier* barrier, int count);
 void barrier_expect(Barrier* barrier, int bytes);

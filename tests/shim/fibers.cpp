@@ -8,9 +8,10 @@
 //   memory comes after who arrived there. Nothing else orders them, shuffles do not.
 // - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it has a barrier,
 //   late and out of order.
-// - A fence before an atomic operation in one block and a fence after a later one in another order the two: the
-//   other sees what the first had seen and done. Atomic operations alone order nothing. There is one word for
-//   them in a grid.
+// - A fence before an atomic operation in one thread and a fence after one that sees its word in another order the
+//   two: the other sees what the first had seen and done. Atomic operations alone order nothing. `post` and `peek`
+//   are atomic too; but who posts to a word must be ordered after who posted there before, or have read that; and
+//   after all who have read it.
 // The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers that some
 // threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
@@ -50,10 +51,11 @@ struct Region {
     unsigned *loads, *stores;
 };
 
-// The last touch of four bytes: block, thread, and its own time then.
+// The last touch of four bytes: by a thread of the grid, at its own time then.
 struct Touch {
-    int block = -1, thread = -1;
+    int thread = -1;
     unsigned time = 0;
+    int block() const { return thread / int(launch.threads); }
 };
 struct Shadow {
     Touch write;
@@ -68,9 +70,9 @@ struct Memory : Region {
     bool holds(Bytes at, std::size_t size) const { return at >= begin && at + size <= begin + bytes; }
 };
 
-// The time of each thread of a block up to which another one has seen what it did; and, at the end, the number of
-// the last atomic operation of the grid whose past it sees.
-using Past = std::vector<unsigned>;
+// By block, the times of its threads up to which somebody has seen what they did; a copy is made for a change.
+using Times = std::shared_ptr<std::vector<unsigned>>;
+using Past = std::map<int, Times>;
 
 struct Fiber;
 // A place where threads wait for one another: those of a block, a warp, or a barrier in shared memory. Phases are
@@ -80,7 +82,7 @@ struct Meeting {
     long bytes = 0;
     unsigned phase = 0;
     int line = 0, lanes = 0;
-    Past arriving = Past(launch.threads + 1), seen = arriving;
+    Past arriving, seen;
     std::vector<Fiber*> waiting;
 
     explicit Meeting(int count = 0) : count(count), missing(count) {}
@@ -104,14 +106,13 @@ struct Fiber {
     int line = 0;
     // Handed to other lanes, by the parity of the phase: none of them is two phases away.
     double values[2] = {};
-    Past past = Past(launch.threads + 1);
+    Past past;
     unsigned time = 1;
     // Copies without a barrier; how many groups of them it has closed.
     std::vector<Copy> copies;
     int groups = 0;
-    // The number of its latest atomic operation; if there was a fence since, what the next one releases.
-    unsigned latest = 0;
-    Past fenced;
+    // What its atomic operations saw, for its next fence; what it had seen and done at its last one.
+    Past glimpsed, fenced;
 };
 
 struct Block {
@@ -133,9 +134,13 @@ struct Block {
 };
 
 std::vector<Memory> tensors;
-// By block, atomic operations that followed a fence, and what was done and seen before it.
-std::vector<std::vector<std::pair<unsigned, Past>>> released;
-unsigned atomics;
+// A word of atomic operations: what they let others see; who posted last, and who has read it since, if it is not +0.
+struct Word {
+    Past released;
+    Touch posted;
+    std::vector<Touch> reads;
+};
+std::map<const void*, Word> words;
 std::mt19937_64 draw;
 long idle;
 ucontext_t scheduler;
@@ -155,15 +160,12 @@ template <class... Values> [[noreturn]] void fail(const char* format, Values... 
 
 // ---- order ----
 
+int own_number() { return current->block->index * launch.threads + current->thread; }
+
 bool is_ordered(const Touch& other) {
-    const Past& past = current->past;
-    if (other.thread < 0) return true;
-    if (other.block == current->block->index)
-        return other.thread == int(current->thread) || other.time <= past[other.thread];
-    const auto& releases = released[other.block];
-    return std::any_of(releases.begin(), releases.end(), [&](const auto& each) {
-        return each.first <= past.back() && other.time <= each.second[other.thread];
-    });
+    if (other.thread < 0 || other.thread == own_number()) return true;
+    const auto seen = current->past.find(other.block());
+    return seen != current->past.end() && other.time <= (*seen->second)[other.thread % launch.threads];
 }
 
 void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
@@ -171,21 +173,33 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
     if (shadow.flying) fail("%s byte %zu of %s, where a copy is on its way", does, byte, where);
     if (!write && shadow.write.thread < 0) fail("reads byte %zu of %s, which nobody wrote", byte, where);
     if (!is_ordered(shadow.write))
-        fail("%s byte %zu of %s, which block %d wrote: a race", does, byte, where, shadow.write.block);
-    const Touch now{current->block->index, int(current->thread), current->time};
+        fail("%s byte %zu of %s, which block %d wrote: a race", does, byte, where, shadow.write.block());
+    const Touch now{own_number(), current->time};
     auto& reads = shadow.reads;
     // Earlier reads that are ordered before this access need no memory.
     reads.erase(std::remove_if(reads.begin(), reads.end(), is_ordered), reads.end());
     if (!write) return reads.push_back(now);
-    if (!reads.empty()) fail("%s byte %zu of %s, which block %d read: a race", does, byte, where, reads[0].block);
+    if (!reads.empty()) fail("%s byte %zu of %s, which block %d read: a race", does, byte, where, reads[0].block());
     shadow.write = now;
 }
 
+std::vector<unsigned>& to_change(Times& times) {
+    if (!times || times.use_count() > 1)
+        times = std::make_shared<std::vector<unsigned>>(times ? *times : std::vector<unsigned>(launch.threads));
+    return *times;
+}
+
 void see(Past& past, const Past& other) {
-    for (std::size_t i = 0; i < past.size(); ++i) past[i] = std::max(past[i], other[i]);
+    for (const auto& [block, times] : other) {
+        Times& mine = past[block];
+        if (!mine) mine = times;
+        if (mine == times) continue;
+        auto& all = to_change(mine);
+        for (std::size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], (*times)[i]);
+    }
 }
 // Let others see what this thread has done; what it does from now on is later.
-void show(Past& past) { past[current->thread] = current->time++; }
+void show(Past& past) { to_change(past[current->block->index])[current->thread] = current->time++; }
 void show_all(Past& past) { see(past, current->past), show(past); }
 
 // ---- every access ----
@@ -198,10 +212,10 @@ void access(const void* place, std::size_t size, bool write) {
     Memory* memory = &current->block->shared;
     if (!memory->holds(at, size)) {
         if (tensors.empty()) return; // the driver vouches for what the parameters point to
-        const auto found = std::find_if(tensors.begin(), tensors.end(), [&](Memory& m) { return m.holds(at, size); });
-        if (found == tensors.end()) fail("%s %zu bytes outside of every tensor", does, size);
-        memory = &*found;
-        std::snprintf(name, sizeof name, "tensor %td", found - tensors.begin());
+        const auto tensor = std::find_if(tensors.begin(), tensors.end(), [&](Memory& m) { return m.holds(at, size); });
+        if (tensor == tensors.end()) fail("%s %zu bytes outside of every tensor", does, size);
+        memory = &*tensor;
+        std::snprintf(name, sizeof name, "tensor %td", tensor - tensors.begin());
     }
     const std::size_t byte = at - memory->begin;
     if (!(memory->rights & (write ? WRITE : READ)))
@@ -236,7 +250,7 @@ Block::Block(unsigned number) : index(int(number)) {
 }
 
 // Let the others run before memory is looked at again.
-void look() {
+void let_others_run() {
     if (++idle > PATIENCE)
         fail("no thread makes progress: it waits for a block that does not run, or for a lost store");
     runnable.insert(runnable.begin(), current);
@@ -313,7 +327,7 @@ void land_some(Block& block) {
 extern "C" {
 ShimPlace shim_place() { return {{current->thread}, {unsigned(current->block->index)}, {launch.grid}}; }
 unsigned char* shim_shared() { return current->block->bytes.data(); }
-void __nanosleep(unsigned) { look(); }
+void __nanosleep(unsigned) { let_others_run(); }
 
 void shim_syncthreads(int line) { meet(current->block->all, "__syncthreads", line, true); }
 void shim_syncwarp(int line) { meet(own_warp(), "__syncwarp", line, true); }
@@ -326,7 +340,7 @@ double shim_exchange(double value, unsigned mask, int lanes, int line) {
 
 bool shim_any(bool value, int line) {
     const int parity = meet(own_warp(), "votes", line, false, value);
-    return std::any_of(&lane(0), &lane(0) + 32, [&](const Fiber& each) { return each.values[parity] != 0; });
+    return std::any_of(&lane(0), &lane(0) + 32, [&](const Fiber& fiber) { return fiber.values[parity] != 0; });
 }
 
 void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {
@@ -375,20 +389,40 @@ void shim_barrier_wait(Barrier* barrier, int parity, int line) {
 }
 
 void __threadfence() {
-    current->past.back() = current->latest;
+    see(current->past, current->glimpsed);
     current->fenced = current->past;
     show(current->fenced);
 }
 
 unsigned atomicAdd(unsigned* word, unsigned value) {
-    look();
+    let_others_run();
     const unsigned old = *word;
     *word = old + value;
     if (value) idle = 0;
-    current->latest = ++atomics;
-    if (!current->fenced.empty()) released[current->block->index].push_back({atomics, current->fenced});
-    current->fenced.clear();
+    see(current->glimpsed, words[word].released);
+    see(words[word].released, current->fenced);
     return old;
+}
+
+void post(double* word, double value) {
+    let_others_run();
+    access(word, 8, true);
+    Word& here = words[word];
+    const auto own = [](const Touch& read) { return read.thread == own_number(); };
+    const bool has_read = std::any_of(here.reads.begin(), here.reads.end(), own);
+    if (!(has_read || is_ordered(here.posted)) || !std::all_of(here.reads.begin(), here.reads.end(), is_ordered))
+        fail("posts a word that block %d posted: a race", here.posted.block());
+    here = {current->fenced, {own_number(), current->time}, {}};
+    *word = value;
+    idle = 0;
+}
+
+double peek(const double* word) {
+    let_others_run();
+    access(word, 8, false);
+    see(current->glimpsed, words[word].released);
+    if (__double_as_longlong(*word)) words[word].reads.push_back({own_number(), current->time});
+    return *word;
 }
 
 // ---- what instrumented code calls ----
@@ -416,8 +450,8 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
     launch = {call, parameters, grid, threads, shared_bytes};
     tensors = std::vector<Memory>(regions, regions + region_count);
     draw.seed(seed);
-    idle = 0, failed = false, atomics = 0;
-    released.assign(grid, {});
+    idle = 0, failed = false;
+    words.clear();
     // A device runs the blocks of an ordinary launch a few at a time, in any order.
     const std::size_t limit = cooperative ? grid : 1 + seed % 3;
     std::vector<unsigned> to_come(grid);

@@ -31,7 +31,8 @@ KERNEL_FLAGS = (
     "-fsanitize=alignment", "--param=tsan-instrument-func-entry-exit=0",
 )  # fmt: skip
 
-READ, WRITE = 1, 2
+# Words of atomic operations are read and written, and nobody looks for races there.
+READ, WRITE, ATOMIC = 1, 2, 7
 
 
 class LaunchError(RuntimeError):
@@ -39,7 +40,7 @@ class LaunchError(RuntimeError):
 
 
 class Tensor(NamedTuple):
-    """Memory that a kernel may touch: `rights` is READ, WRITE or both."""
+    """Memory that a kernel may touch: `rights` is READ, WRITE, both or ATOMIC."""
 
     name: str
     address: int

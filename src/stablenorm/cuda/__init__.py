@@ -30,15 +30,16 @@ _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 @functools.lru_cache(1024)
 def find_plan(
     device: int, rows: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
-) -> tuple[Kernel, Any, int, tuple[int, int], int]:
-    """Return all of a launch but addresses and strides; the last number is bytes of partial sums."""
+) -> tuple[Kernel, Any, int, tuple[int, int], tuple[int, int]]:
+    """Return all of a launch but addresses and strides; last the bytes of partial sums and of the counter."""
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
     chunks, chunk_rows = cut(rows, kernel)
     # No more blocks than the device holds at once.
-    grid = min(chunks, fitting * facts.multiprocessors)
-    return kernel, function, grid, (chunk_rows, chunks), 2 * n * chunks * kernel.number_bytes
+    grid = kernel.count_blocks(chunks, fitting * facts.multiprocessors)
+    nbytes = 2 * n * chunks * kernel.number_bytes, kernel.counter_bytes(grid)
+    return kernel, function, grid, (chunk_rows, chunks), nbytes
 
 
 def forward(call: Forward) -> Statistics:
@@ -49,59 +50,60 @@ def forward(call: Forward) -> Statistics:
     pairs = x.dtype.itemsize == 8
     with _on_device_of(x, gamma=gamma, beta=beta, out=y) as cupy:
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        kept = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
+        statistics = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
-            kept = kept._replace(exponent=cupy.empty((rows, 2), np.int16))
+            statistics = statistics._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            _launch(cupy, axes, (x, None, gamma, beta, y, None, None), kept, eps)
-    return kept
+            _launch(cupy, axes, (x, None, gamma, beta, y, None, None), statistics, eps)
+    return statistics
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
-    (dy, _), (x, axes), (gamma, *_), kept, dx, dgamma, dbeta = call[:7]
+    (dy, _), (x, axes), (gamma, *_), statistics, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
     outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
     with _on_device_of(x, dy=dy, gamma=gamma, **outs) as cupy:
-        _launch(cupy, axes, (x, dy, gamma, None, dx, dgamma, dbeta), kept, 0.0)
+        _launch(cupy, axes, (x, dy, gamma, None, dx, dgamma, dbeta), statistics, 0.0)
 
 
 def _launch(
-    cupy: Any, axes: tuple[int, ...], given: tuple[Any, ...], kept: Statistics, eps: float
+    cupy: Any, axes: tuple[int, ...], tensors: tuple[Any, ...], statistics: Statistics, eps: float
 ) -> None:
     """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
-    x, dy, gamma, beta, _, dgamma, dbeta = given
-    rows = kept.rstd.size
+    x, dy, gamma, beta, _, dgamma, dbeta = tensors
+    rows = statistics.rstd.size
     n = x.size // rows
     seen = [
-        (None, 0) if each is None else arrays.as_rows(cupy, each, axes, n, i < 4)
-        for i, each in enumerate(given)
+        (None, 0) if array is None else arrays.as_rows(cupy, array, axes, n, i < 4)
+        for i, array in enumerate(tensors)
     ]
-    places = [0 if each is None else each.data.ptr for each, _ in seen]
+    places = [0 if array is None else array.data.ptr for array, _ in seen]
     strides = x_stride, dy_stride, out_stride = [seen[i][1] for i in (0, 1, 4)]
     # Copies of 16 bytes need rows that begin at multiples of so many.
     begins = places[0] | places[1] | places[4] | (x_stride | dy_stride | out_stride) * x.itemsize
     # The backward has no beta: the dtype is that of dbeta.
     typed = x, dy, gamma, beta if dy is None else dbeta
-    dtypes = [None if each is None else each.dtype for each in typed]
+    dtypes = [None if array is None else array.dtype for array in typed]
     device, aligned = x.device.id, begins % 16 == 0
     kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
+    # Blocks that share a row, or add up what others have, wait for one another.
     has_sums = dgamma is not None or dbeta is not None
-    room = driver.room(cupy, device, nbytes) if has_sums else (None, None)
-    others = (*kept[:5], kept.exponent, *room)
-    places += [0 if each is None else each.data.ptr for each in others]
+    meet = has_sums or kernel.parts > 1
+    room = driver.room(cupy, device, nbytes[0] * has_sums, nbytes[1]) if meet else (None, None)
+    others = (*statistics[:5], statistics.exponent, *room)
+    places += [0 if array is None else array.data.ptr for array in others]
     parameters = pack(*places, rows, n, *strides, *chunks, eps)
     while True:
         try:
-            # With sums over rows, blocks wait for one another.
-            driver.launch(function, kernel, grid, parameters, has_sums)
+            driver.launch(function, kernel, grid, parameters, meet)
             break
         except RuntimeError as error:
-            if _TOO_MANY not in str(error) or grid == 1:
+            if _TOO_MANY not in str(error) or grid == kernel.parts:
                 raise
             # Refused before anything ran. Fewer blocks give the same bits.
-            grid //= 2
-    for array, (made, _) in zip(given[4:], seen[4:], strict=True):
+            grid = kernel.count_blocks(grid, grid // 2)
+    for array, (made, _) in zip(tensors[4:], seen[4:], strict=True):
         if made is not array:
             arrays.put_back(cupy, array, axes, made)
 

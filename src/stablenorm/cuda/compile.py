@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).parent
 def source(name: str = "layer_norm.cu") -> str:
     """Return the text of layer_norm.cu, each header in the place of the line that includes it."""
     text = (_FOLDER / name).read_text()
-    return re.sub('#include "(.*)"', lambda found: source(found[1]), text)
+    return re.sub('#include "(.*)"', lambda line: source(line[1]), text)
 
 
 def cubin(defines: Sequence[str], capability: str) -> bytes:

@@ -112,9 +112,9 @@ def held(cupy: Any, array: Any) -> Any:
     return array
 
 
-def room(cupy: Any, device: int, nbytes: int) -> tuple[Any, Any]:
+def room(cupy: Any, device: int, nbytes: int, counter_bytes: int) -> tuple[Any, Any]:
     """
-    Return arrays for `nbytes` of partial sums and for the counter of the blocks of a launch.
+    Return arrays for `nbytes` of partial sums, and for the counter of the blocks of a launch with what is behind it.
 
     The counter is 0 at first, and each launch leaves it fit for the next on its stream: shared between two streams,
     it would let blocks go on too early. A captured graph sets a counter of its own to 0. No error spoils one: a
@@ -122,14 +122,14 @@ def room(cupy: Any, device: int, nbytes: int) -> tuple[Any, Any]:
     """
     partials, stream = cupy.empty(nbytes, np.uint8), cupy.cuda.get_current_stream()
     if stream.is_capturing():
-        return held(cupy, partials), held(cupy, cupy.zeros(1, np.uint32))
+        return held(cupy, partials), held(cupy, cupy.zeros(counter_bytes, np.uint8))
     # One address, cudaStreamPerThread, is another stream in each thread.
-    return partials, _counter(device, stream.ptr, threading.get_ident())[0]
+    return partials, _counter(counter_bytes, device, stream.ptr, threading.get_ident())[0]
 
 
 @functools.lru_cache(_STREAMS)
-def _counter(*_: int) -> tuple[Any, Any]:
+def _counter(nbytes: int, *_: int) -> tuple[Any, Any]:
     """Return a counter for the current stream, and the stream, whose address no other gets while it is kept."""
     cupy = import_cupy()
     # Zeroed on this stream, and so before the launch that follows on it.
-    return cupy.zeros(1, np.uint32), cupy.cuda.get_current_stream()
+    return cupy.zeros(nbytes, np.uint8), cupy.cuda.get_current_stream()

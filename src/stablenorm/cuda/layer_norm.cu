@@ -7,8 +7,8 @@
 //
 // One source, compiled for one function and one configuration at a time: each field of Kernel in plan.py is a
 // definition, LN_ and its name. The dtype of x chooses the arithmetic: pairs of float64 for float64, float64 for
-// the others. The grid may have any number of blocks up to the chunks; with partial sums all of them must be
-// resident (cooperative launch).
+// the others. The grid may have any number of blocks up to the chunks, or groups of LN_PARTS blocks; with partial
+// sums or parts all of them must be resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
@@ -28,7 +28,7 @@ struct Parameters {
     double *rstd_lo, *mean_tail;    // the same, these and exponent with LN_PAIRS only
     short* exponent;      // (rows, 2), powers of two of mean_lo and of rstd
     Number* partials;     // (chunks, 2, n): dgamma, dbeta of each chunk; null if neither is wanted
-    unsigned* counter;    // zero before first use; left fit for the next launch
+    unsigned* counter;    // and 32 bytes behind it boxes, with LN_PARTS; 0 before first use; left fit for the next launch
     long long rows, n, x_stride, dy_stride, out_stride;
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
     long long chunks;

@@ -49,6 +49,16 @@ INLINE void copy_bulk(void* to, const void* from, int bytes, Barrier* b) {
 // Show barriers that were just made to the unit that does bulk copies.
 INLINE void show_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Words in global memory by which blocks talk while they run; no cache of a multiprocessor holds them.
+INLINE void post(double* word, double v) {
+    asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" ::"l"(word), "d"(v) : "memory");
+}
+INLINE double peek(const double* word) {
+    double v;
+    asm volatile("ld.relaxed.gpu.global.f64 %0, [%1];" : "=d"(v) : "l"(word) : "memory");
+    return v;
+}
+
 // try_wait lets a thread sleep, where the device can.
 #if __CUDA_ARCH__ >= 900
 #define LN_WAIT "try_wait"

@@ -1,9 +1,10 @@
-// Rows of LN_N elements for the fast kernels of layer_norm.cu: how they arrive, and sums of two numbers along them.
+// Rows for the fast kernels of layer_norm.cu: how they arrive, and sums of two numbers along them. A block has LN_N
+// elements of a row: all of it, or one of LN_PARTS equal parts, whose blocks are neighbors.
 //
 // Arithmetic is float64, x and dy have 16 or 32 bits. The elements of a thread depend on N alone, not on
 // how rows arrive.
 
-constexpr int N = LN_N;
+constexpr int N = LN_N, PARTS = LN_PARTS;
 // Whether all vectors of a row are full; how many there are.
 constexpr bool WHOLE = N % VECTOR == 0;
 constexpr int ROW_VECTORS = (N + VECTOR - 1) / VECTOR;
@@ -13,6 +14,11 @@ constexpr int STAGES = LN_STAGES;
 // Whether all rows begin at multiples of 16 bytes.
 constexpr bool ALIGNED = LN_ALIGNED;
 constexpr double INVERSE = 1.0 / N;
+
+// The first column of this block, its group of blocks that share rows, and how many groups there are.
+INLINE int first_column() { return blockIdx.x % PARTS * N; }
+INLINE unsigned group() { return blockIdx.x / PARTS; }
+INLINE unsigned groups() { return gridDim.x / PARTS; }
 
 struct __align__(16) Two { double a, b; };
 INLINE Two operator+(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }
@@ -46,14 +52,19 @@ INLINE double inverse_root(double v) {
 
 // ---- how rows arrive ----
 
+// Ask for a word of four bytes, element e and what follows, of `count` at `from`; zeros behind them.
+constexpr int PER_WORD = 4 / sizeof(X);
+INLINE void fetch_word(X* to, const X* from, int e, int count) {
+    if (e + PER_WORD <= count) return copy_async4(to + e, from + e);
+    unrolled<PER_WORD>([&](int i) { to[e + i] = e + i < count ? from[e + i] : X{}; });
+}
+
 // Ask for elements [0, count) at `from`, and zeros behind them.
 INLINE void fetch(Vector<X>* to, const X* from, int count) {
     if constexpr (ALIGNED) return copy_async(to, from, count * (int)sizeof(X));
-    unrolled<VECTOR>([&](int i) {
-        if (i >= count) to->e[i] = X{};
-        else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
-        else to->e[i] = from[i];
-    });
+    // No copy is shorter than a word.
+    if (sizeof(X) < 4 && !is_multiple(from, 4)) return void(*to = load(from, count));
+    unrolled<4>([&](int k) { fetch_word(to->e, from, k * PER_WORD, count); });
 }
 
 // Rows on their way to a thread, which reads what it asked for itself: that takes no barrier.
@@ -91,7 +102,7 @@ struct Table {
     // Fill it with gamma or beta; past the end of a row with 0.
     template <class T> INLINE void widen(const Columns<T>& from) const {
         for (int col = threadIdx.x; col < SIZE; col += LN_THREADS)
-            at(col / VECTOR, col % VECTOR) = col >= N ? 0.0 : from.row ? lift(from.row[col]) : from.neutral;
+            at(col / VECTOR, col % VECTOR) = col >= N ? 0.0 : from.row ? lift(from.row[first_column() + col]) : from.neutral;
     }
 };
 

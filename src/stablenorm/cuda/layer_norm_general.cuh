@@ -93,7 +93,7 @@ INLINE Row statistics(const Columns<X>& x, const Parameters& p, Reduction& reduc
     return row;
 }
 
-// Call f(word kept, word of the row) for the statistics of a row.
+// Call f(word stored, word of the row) for the statistics of a row.
 template <class F> INLINE void for_each_word(const Parameters& p, long long at, Row& row, F f) {
     f(p.mean[at], row.mean);
 #if LN_PAIRS
@@ -109,9 +109,9 @@ template <class F> INLINE void for_each_word(const Parameters& p, long long at, 
 #endif
 }
 
-INLINE Row kept(const Parameters& p, long long at) {
+INLINE Row read_row(const Parameters& p, long long at) {
     Row row = {};
-    for_each_word(p, at, row, [](auto& kept, auto& word) { word = kept; });
+    for_each_word(p, at, row, [](auto& stored, auto& word) { word = stored; });
     row.mean = raised(row, row.mean);
     return row;
 }
@@ -139,7 +139,7 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
         }
         // The mean is kept in the scale of x.
         row.mean = lowered(row, row.mean);
-        if (x.n > 0 && row_thread() == 0) for_each_word(p, at, row, [](auto& kept, auto& word) { kept = word; });
+        if (x.n > 0 && row_thread() == 0) for_each_word(p, at, row, [](auto& stored, auto& word) { stored = word; });
     }
 }
 
@@ -158,7 +158,7 @@ INLINE void project(const Parameters& p, long long first, long long stop, Reduct
         const Index n = at < stop ? p.n : 0;
         const Columns<X> x = {p.x + at * p.x_stride, n};
         const Columns<DY> dy = {p.dy + at * p.dy_stride, n};
-        Row row = at < stop ? kept(p, at) : Row{};
+        Row row = at < stop ? read_row(p, at) : Row{};
         if (p.out != nullptr) {
             row.mean_g = mean_of(p, reduction, n, product, dy, gamma);
             row.slope = mean_of(p, reduction, n, [&](double x, double dy, double gamma) {

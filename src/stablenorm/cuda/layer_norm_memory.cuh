@@ -22,8 +22,18 @@ template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR
     T e[VECTOR];
 };
 
-template <class T> INLINE bool is_aligned(const T* p) {
-    return reinterpret_cast<unsigned long long>(p) % alignof(Vector<T>) == 0;
+INLINE bool is_multiple(const void* p, int bytes) { return reinterpret_cast<unsigned long long>(p) % bytes == 0; }
+template <class T> INLINE bool is_aligned(const T* p) { return is_multiple(p, alignof(Vector<T>)); }
+
+// Two elements.
+template <class T> struct __align__(2 * sizeof(T)) Couple { T e[2]; };
+
+// Call one(i) for the elements [0, count) at p; but two(i) for i and i + 1 where a full vector has both in one word.
+template <class T, class One, class Two> INLINE void by_words(const T* p, int count, One one, Two two) {
+    if (sizeof(T) != 2 || count != VECTOR) return unrolled<VECTOR>([&](int i) { if (i < count) one(i); });
+    if (is_multiple(p, 4)) return unrolled<VECTOR / 2>([&](int i) { two(2 * i); });
+    one(0), one(VECTOR - 1);
+    unrolled<VECTOR / 2 - 1>([&](int i) { two(2 * i + 1); });
 }
 
 // Elements [0, count) at p, and zeros; whole vectors at once where p is aligned to them. Which way
@@ -31,7 +41,10 @@ template <class T> INLINE bool is_aligned(const T* p) {
 template <class T> INLINE Vector<T> load(const T* p, int count) {
     if (count == VECTOR && is_aligned(p)) return *reinterpret_cast<const Vector<T>*>(p);
     Vector<T> result = {};
-    unrolled<VECTOR>([&](int i) { if (i < count) result.e[i] = p[i]; });
+    by_words(p, count, [&](int i) { result.e[i] = p[i]; }, [&](int i) {
+        const Couple<T> couple = *reinterpret_cast<const Couple<T>*>(p + i);
+        result.e[i] = couple.e[0], result.e[i + 1] = couple.e[1];
+    });
     return result;
 }
 
@@ -39,7 +52,9 @@ template <class T> INLINE Vector<T> load(const T* p, int count) {
 INLINE void store(X* p, const Vector<X>& v, int count) {
     if (count == VECTOR && (LN_N ? LN_ALIGNED : is_aligned(p)))
         return __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&v));
-    unrolled<VECTOR>([&](int i) { if (i < count) p[i] = v.e[i]; });
+    by_words(p, count, [&](int i) { p[i] = v.e[i]; }, [&](int i) {
+        *reinterpret_cast<Couple<X>*>(p + i) = {v.e[i], v.e[i + 1]};
+    });
 }
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----

@@ -106,8 +106,8 @@ INLINE float small(bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16);
 // Toward zero, then the last bit set if anything was lost: never a midpoint of a narrower type,
 // so that rounding twice is rounding once (Boldo and Melquiond, IEEE Trans. Comput. 57 (2008)).
 INLINE float odd_float(double v) {
-    const float kept = __double2float_rz(v);
-    return __uint_as_float(__float_as_uint(kept) | ((double)kept != v ? 1u : 0u));
+    const float cut = __double2float_rz(v);
+    return __uint_as_float(__float_as_uint(cut) | ((double)cut != v ? 1u : 0u));
 }
 
 // The same of high + low: where high is even and inexact, its neighbor on the side of low.

@@ -23,22 +23,21 @@ struct Cursor {
     }
 };
 
-struct ShortRows {
-    const Parameters& p;
-    Table gamma;
-    Stages stages;
-
-    INLINE double sum_of_g(int s) const {
+INLINE void do_rows(const Parameters& p, unsigned char* shared) {
+    // The table of gamma, what `flush` combines, and the stages.
+    const Table gamma = {reinterpret_cast<double*>(shared)};
+    double* combined = gamma.memory + Table::SIZE;
+    const Stages stages = {p, reinterpret_cast<Vector<X>*>(combined + BLOCK * VECTOR) + threadIdx.x};
+    const auto sum_of_g = [&](int s) {
         double sum = 0.0;
         unrolled<VECTORS>([&](int v) {
             const Vector<X> dy = *stages.at(s, 1, v);
             unrolled<VECTOR>([&](int i) { sum = fma(lift(dy.e[i]), gamma.at(vector_of(v), i), sum); });
         });
         return sum;
-    }
-
+    };
     // Call f(i, x - mean, dy, gamma) for the elements of vector v of this thread.
-    template <class F> INLINE void for_each_element(int s, int v, const Record& row, F f) const {
+    const auto for_each_element = [&](int s, int v, const Record& row, auto f) {
         const Vector<X> x = *stages.at(s, 0, v), dy = *stages.at(s, 1, v);
         const int count = elements(v);
         unrolled<VECTOR>([&](int i) {
@@ -46,25 +45,17 @@ struct ShortRows {
             const double c = i < count ? row.centered(lift(x.e[i])) : 0.0;
             f(i, c, lift(dy.e[i]), gamma.at(vector_of(v), i));
         });
-    }
-};
-
-INLINE void do_rows(const Parameters& p, unsigned char* shared) {
-    // The table of gamma, what `flush` combines, and the stages.
-    const Table gamma = {reinterpret_cast<double*>(shared)};
-    double* combined = gamma.memory + Table::SIZE;
-    Vector<X>* stages = reinterpret_cast<Vector<X>*>(combined + BLOCK * VECTOR);
-    const ShortRows rows = {p, gamma, {p, stages + threadIdx.x}};
+    };
     gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
     Cursor asked = {p}, at = {p};
-    const auto ask = [&](int s) { rows.stages.ask(s, asked.row), asked.advance(); };
+    const auto ask = [&](int s) { stages.ask(s, asked.row), asked.advance(); };
     const auto record = [&] { return at.row < p.rows ? record_of(p, at.row) : Record{}; };
     unrolled<STAGES>(ask);
     wait_copies<STAGES - 1>();
     Record next = record();
-    next.mean_g = over(over_lanes({0.0, rows.sum_of_g(0)}).b);
+    next.mean_g = over(over_lanes({0.0, sum_of_g(0)}).b);
     double sums[2][ELEMENTS] = {};
     int s = 0;
     for (long long chunk = blockIdx.x; chunk < p.chunks;) {
@@ -76,17 +67,17 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
         wait_copies<STAGES - 2>();
         double slope = 0.0;
         unrolled<VECTORS>([&](int v) {
-            rows.for_each_element(s, v, row, [&](int, double c, double dy, double gamma) {
+            for_each_element(s, v, row, [&](int, double c, double dy, double gamma) {
                 slope = fma(fma(dy, gamma, -row.mean_g), c, slope);
             });
         });
         const int after = s + 1 == STAGES ? 0 : s + 1;
-        const Two both = over_lanes({slope, rows.sum_of_g(after)});
+        const Two both = over_lanes({slope, sum_of_g(after)});
         next.mean_g = over(both.b);
         row.slope = over(both.a) * row.rstd * row.rstd;
         unrolled<VECTORS>([&](int v) {
             Vector<X> dx;
-            rows.for_each_element(s, v, row, [&](int i, double c, double dy, double gamma) {
+            for_each_element(s, v, row, [&](int i, double c, double dy, double gamma) {
                 const int e = v * VECTOR + i;
                 round_into(dx.e[i], row.pull_back(c, dy, gamma, sums[0][e], sums[1][e]));
             });

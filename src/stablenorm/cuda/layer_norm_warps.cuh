@@ -2,7 +2,9 @@
 //
 // Asking warps fetch rows, STAGES at a time. Row warps take a row each and find its row sums: mean of g, and
 // the slope. Column threads keep columns, and with them the sums over rows; they make dx. Three barriers of
-// a stage hand it on: it is full of a row, the row's sums are ready, it is empty again.
+// a stage hand it on: it is full of a row, the row's sums are ready, it is empty again. If blocks share a row, its
+// row warps talk before the sums are ready (`share`): each turn waits for turns before it alone, so no block of a grid
+// that runs at once waits for ever.
 //
 // A barrier is awaited by its parity. So each stage belongs to one row warp and one asking warp: otherwise a
 // warp could be two turns of the stage ahead, and take the parity of the turn before for its own.
@@ -31,7 +33,7 @@ struct Pipeline {
     template <class F> INLINE void for_each_turn(int first, int step, F f) const {
         for (int turn = first; turn < turns; turn += step) {
             const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
-            f(turn % STAGES, turn / STAGES, (blockIdx.x + (long long)chunk * gridDim.x) * p.chunk_rows + within);
+            f(turn % STAGES, turn / STAGES, (group() + (long long)chunk * groups()) * p.chunk_rows + within);
         }
     }
 
@@ -41,25 +43,56 @@ struct Pipeline {
         for (int q = threadIdx.x % WARP; q < ROW_VECTORS; q += WARP) f(q);
     }
 
+    // Ask for a row. If it begins within a word, its first element is left out, and `move_up` makes room for it.
+    INLINE void fetch_row(Vector<X>* to, const X* from) const {
+        const int missing = is_multiple(from, 4) ? 0 : 1;
+        if constexpr (ALIGNED) {
+            for_each_vector([&](int q) {
+                fetch(to + q, from + q * VECTOR, q < N / VECTOR ? VECTOR : N % VECTOR);
+            });
+        } else {
+#pragma unroll 1
+            for (int e = threadIdx.x % WARP * PER_WORD; e < ROW_VECTORS * VECTOR; e += WARP * PER_WORD)
+                fetch_word(to->e, from + missing, e, N - missing);
+        }
+    }
+    INLINE void move_up(Vector<X>* row, const X* from) const {
+        if (is_multiple(from, 4)) return;
+        const X first = from[0];
+        // Orders the copies, of all lanes, before they are read.
+        __syncwarp();
+        // From the end on: what a vector takes from the one before it is still there.
+#pragma unroll 1
+        for (int begin = (ROW_VECTORS - 1) / WARP * WARP; begin >= 0; begin -= WARP) {
+            const int q = begin + threadIdx.x % WARP;
+            Vector<X> v = {};
+            if (q < ROW_VECTORS) {
+                v.e[0] = q > 0 ? row[q - 1].e[VECTOR - 1] : first;
+                unrolled<VECTOR - 1>([&](int i) { v.e[i + 1] = row[q].e[i]; });
+            }
+            // Orders these reads before the vectors are written.
+            __syncwarp();
+            if (q < ROW_VECTORS) row[q] = v;
+        }
+    }
+
     INLINE void ask(int warp) const {
         // One lane asks for bulk copies. The others would wait without meeting it, and might fall two turns behind.
         if (BULK && threadIdx.x % WARP != 0) return;
         for_each_turn(warp, ASKING_WARPS, [&](int s, int round, long long row) {
             if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);
-            const X *x = p.x + row * p.x_stride, *dy = p.dy + row * p.dy_stride;
+            const X* x = p.x + row * p.x_stride + first_column();
+            const X* dy = p.dy + row * p.dy_stride + first_column();
             if constexpr (BULK) {
                 constexpr int BYTES = N * (int)sizeof(X);
                 barrier_expect(&full[s], 2 * BYTES);
                 copy_bulk(stage(s, 0), x, BYTES, &full[s]);
                 copy_bulk(stage(s, 1), dy, BYTES, &full[s]);
             } else {
-                for_each_vector([&](int q) {
-                    const int rest = N - q * VECTOR, count = rest < VECTOR ? rest : VECTOR;
-                    fetch(stage(s, 0) + q, x + q * VECTOR, count);
-                    fetch(stage(s, 1) + q, dy + q * VECTOR, count);
-                });
+                fetch_row(stage(s, 0), x), fetch_row(stage(s, 1), dy);
                 commit_copies();
                 wait_copies<0>();
+                if constexpr (!ALIGNED && sizeof(X) < 4) move_up(stage(s, 0), x), move_up(stage(s, 1), dy);
                 barrier_arrive(&full[s]);
             }
         });
@@ -87,13 +120,46 @@ struct Pipeline {
         return over(sum);
     }
 
+    // Put together, of a row, what the row warps of its parts have: the mean of g, here near k; the mean of
+    // (g - k) * c; and that of c, which is x - mean. All parts get the same bits.
+    //
+    // A box of three words goes from each part to each. A word is empty if it is +0, and its reader empties it. So a
+    // warp, whose boxes are two for each way, fills one again after it has read the next one of the same block,
+    // whose writer had emptied the first one before. The fence orders that.
+    INLINE void share(int turn, Record& row, double k, double c) const {
+        const int part = blockIdx.x % PARTS, other = threadIdx.x % PARTS;
+        const bool speaks = threadIdx.x % WARP < PARTS;
+        double* boxes = reinterpret_cast<double*>(p.counter) +
+                        4 + (group() * 2 * ROW_SUM_WARPS + turn % (2 * ROW_SUM_WARPS)) * 4 * PARTS * PARTS;
+        double *to = boxes + (other * PARTS + part) * 4, *from = boxes + (part * PARTS + other) * 4;
+        double words[3] = {row.mean_g, fma(k - row.mean_g, c, row.slope), c};
+        unrolled<3>([&](int i) { if (speaks) post(to + i, words[i] == 0.0 ? -0.0 : words[i]); });
+        unrolled<3>([&](int i) {
+            do words[i] = peek(from + i);
+            while (__double_as_longlong(words[i]) == 0);
+        });
+        row.mean_g = over_parts(words[0]);
+        row.slope = over_parts(fma(words[0] - row.mean_g, words[2], words[1]));
+        // Orders the looks of all lanes before the words are emptied.
+        __syncwarp();
+        unrolled<3>([&](int i) { if (speaks) post(from + i, 0.0); });
+        __threadfence();
+    }
+
+    // The mean over the parts, neighboring lanes, in a fixed tree.
+    INLINE double over_parts(double v) const {
+#pragma unroll
+        for (int lanes = 1; lanes < PARTS; lanes *= 2) v = v + exchanged(v, lanes);
+        return v * (1.0 / PARTS);
+    }
+
     INLINE void sum_rows(int warp) const {
         for_each_turn(warp, ROW_SUM_WARPS, [&](int s, int round, long long at) {
             Record row = record_of(p, at);
             barrier_wait(&full[s], round & 1);
             const Vector<X>*xs = stage(s, 0), *dys = stage(s, 1);
             const double k = guess(dys);
-            double sums[2][4] = {};
+            double sums[PARTS > 1 ? 3 : 2][4] = {};
             for_each_vector([&](int q) {
                 const Vector<X> x = xs[q], dy = dys[q];
                 unrolled<VECTOR>([&](int i) {
@@ -102,10 +168,14 @@ struct Pipeline {
                     const double g = fma(lift(dy.e[i]), gamma.at(q, i), -k);
                     sums[0][i % 4] += there ? g : 0.0;
                     sums[1][i % 4] = fma(there ? g : 0.0, c, sums[1][i % 4]);
+                    if constexpr (PARTS > 1) sums[2][i % 4] += c;
                 });
             });
             const Two sum = over_lanes({sum_of(sums[0]), sum_of(sums[1])});
-            row.mean_g = k + over(sum.a), row.slope = over(sum.b) * row.rstd * row.rstd;
+            row.mean_g = k + over(sum.a), row.slope = over(sum.b);
+            if constexpr (PARTS > 1)
+                share(round * STAGES + s, row, k, over(over_lanes({sum_of(sums[2]), 0.0}).a));
+            row.slope = row.slope * row.rstd * row.rstd;
             // Orders the reads of this warp before its arrival.
             __syncwarp();
             if (threadIdx.x % WARP != 0) return;
@@ -116,10 +186,10 @@ struct Pipeline {
 
     INLINE void keep_columns() const {
         int s = 0, parity = 0;
-        for (int chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
+        for (int chunk = group(); chunk < p.chunks; chunk += groups()) {
             const long long first = chunk * p.chunk_rows, rest = p.rows - first;
             double sums[2][ELEMENTS] = {};
-            X* out = p.out + first * p.out_stride + column(0);
+            X* out = p.out + first * p.out_stride + first_column() + column(0);
             // A 32-bit number of rows and one address: every register counts here.
             for (int left = (int)(rest < p.chunk_rows ? rest : p.chunk_rows); left > 0; --left) {
                 barrier_wait(&full[s], parity);
@@ -131,7 +201,8 @@ struct Pipeline {
 #pragma unroll
             for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
                 const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
-                if (col < N) p.partials[(2LL * chunk + e / ELEMENTS) * N + col] = sums[e / ELEMENTS][e % ELEMENTS];
+                const long long at = (2LL * chunk + e / ELEMENTS) * (N * PARTS) + first_column() + col;
+                if (col < N) p.partials[at] = sums[e / ELEMENTS][e % ELEMENTS];
             }
         }
     }
@@ -162,8 +233,8 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);
     Record* records = reinterpret_cast<Record*>(stages + STAGES * 2 * ROW_VECTORS);
     Barrier* full = reinterpret_cast<Barrier*>(records + STAGES);
-    const long long blocks = gridDim.x, last = (p.chunks - 1) % blocks == blockIdx.x;
-    const long long turns = (p.chunks - 1 - blockIdx.x + blocks) / blocks * p.chunk_rows -
+    const bool last = (p.chunks - 1) % groups() == group();
+    const long long turns = (p.chunks - 1 - group() + groups()) / groups() * p.chunk_rows -
                             (last ? p.chunks * p.chunk_rows - p.rows : 0);
     const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES, turns};
     gamma.widen(gamma_of(p));

@@ -17,9 +17,9 @@ _VECTOR_BYTES = 16
 _WARP = 32
 _BLOCK = 256
 
-# Longest rows of the fast kernels: in the forward, 32 elements for each of 512 threads; in the backward,
-# two sums over rows for each column in half of the registers of a multiprocessor.
-_LONGEST, _LONGEST_BACKWARD = 16384, 4096
+# Longest rows of the fast kernels, in the forward 32 elements for each of 512 threads; and of a block in the
+# backward, two sums over rows for each column in half of the registers of a multiprocessor.
+_LONGEST, _LONGEST_PART = 16384, 4096
 
 # Longest rows that a warp holds in the backward, 16 elements a lane; beyond, it has warps of three kinds.
 _SHORT = 512
@@ -49,23 +49,22 @@ class Kernel(NamedTuple):
     beta: str
     # Whether the arithmetic is that of pairs.
     pairs: bool
-    # Elements of a row; 0: the general kernel, for any number.
+    # Elements of a row, or of each of the equal parts that blocks share; 0: the general kernel, for any number.
     n: int = 0
+    parts: int = 1
     # Threads of a row, and rows that a block has in hand at a time.
     row_threads: int = _BLOCK
     slots: int = 1
-    # Fast kernels: 16-byte vectors of x that a thread has, and whether they begin at multiples of 16 bytes.
+    # Fast kernels: 16-byte vectors of x that a thread has, whether they begin at multiples of 16 bytes, warps that
+    # find row sums, beside the threads of the row, and rows on their way.
     vectors: int = 1
     aligned: bool = False
-    # Warps that find row sums, beside the threads of the row.
     row_warps: int = 0
-    # Fast kernels: rows on their way.
     stages: int = 0
-    # Threads of a block.
+    # A block, and how many of them are to fit a multiprocessor.
     threads: int = _BLOCK
-    # Blocks that are to fit a multiprocessor.
-    least_blocks: int = 2
     shared_bytes: int = 0
+    least_blocks: int = 2
 
     @property
     def entry(self) -> str:
@@ -86,6 +85,14 @@ class Kernel(NamedTuple):
         """Bytes of a sum: pairs for float64, else float64."""
         return 16 if self.pairs else 8
 
+    def count_blocks(self, chunks: int, most: int) -> int:
+        """Return the blocks of a grid: `most` at most, but no fewer than share a row."""
+        return max(1, min(chunks, most // self.parts)) * self.parts
+
+    def counter_bytes(self, grid: int) -> int:
+        """Return the bytes of the counter, and of the boxes behind it by which blocks that share rows talk."""
+        return 32 + (64 * grid * self.row_warps * self.parts if self.parts > 1 else 0)
+
 
 def choose_kernel(
     n: int,
@@ -102,14 +109,16 @@ def choose_kernel(
     A block may have `shared` bytes of shared memory, at least 99 KiB; rows that are `aligned` begin at multiples of
     16 bytes.
     """
-    names = [(x if each is None else each).name for each in (x, dy, gamma, beta)]
+    names = [(x if dtype is None else dtype).name for dtype in (x, dy, gamma, beta)]
     kernel = Kernel(dy is None, names[0], names[1], names[2], names[3], x.itemsize == 8)
     vector = _VECTOR_BYTES // x.itemsize
-    longest = _LONGEST if dy is None else _LONGEST_BACKWARD
-    if kernel.pairs or not (dy is None or dy == x) or n > longest:
+    parts = 1 if dy is None or n <= _LONGEST_PART else 2 if n <= 2 * _LONGEST_PART else 4
+    odd = parts > 1 and n % (parts * vector) > 0
+    if kernel.pairs or not (dy is None or dy == x) or n > _LONGEST or odd:
         return _general(kernel, n, vector)
     plan = _forward if dy is None else _warps if n > _SHORT else _short
-    return plan(kernel._replace(n=n, aligned=aligned), -(-n // vector), vector, shared)
+    kernel, n = kernel._replace(n=n // parts, parts=parts, aligned=aligned), n // parts
+    return plan(kernel, -(-n // vector), vector, shared)
 
 
 def _staged(kernel: Kernel, fixed: int, stage: int, most: int, shared: int) -> Kernel:
@@ -184,7 +193,7 @@ def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
     if kernel.forward:
         return -(-rows // kernel.slots), kernel.slots
     most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * kernel.slots * (kernel.n > 0))
-    number = _CHUNKS * kernel.least_blocks
+    number = _CHUNKS * kernel.least_blocks // kernel.parts
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
     waves = max(1, -(-rows // (number * most)))
     size = -(-rows // (number * waves * kernel.slots)) * kernel.slots
