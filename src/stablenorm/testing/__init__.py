@@ -1,5 +1,5 @@
 """
-For test suites of other layer norms: hard inputs, rows that went wrong in public, the plain formula.
+For test suites of other layer norms: hard inputs, the plain formula.
 
 This file has the fixed inputs: with digests of their results, or with an element next to a midpoint.
 The page "Hard inputs, the oracle" of the documentation says how both are made.
@@ -16,13 +16,11 @@ import numpy as np
 from stablenorm.formats import FORMATS, Format, parse
 from stablenorm.testing.families import FAMILIES, Case, Family, make_case
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.testing.published import PUBLISHED, Published
 from stablenorm.types import Array
 
 __all__ = [
-    "FAMILIES", "PUBLISHED", "Case", "Family", "NearMidpoint", "Published", "digest",
-    "digest_inputs", "make_case", "near_midpoints", "plain_backward", "plain_forward",
-    "published_digests",
+    "FAMILIES", "Case", "Family", "NearMidpoint", "digest", "digest_inputs", "make_case",
+    "near_midpoints", "plain_backward", "plain_forward", "published_digests",
 ]  # fmt: skip
 
 _HERE = Path(__file__).parent
