@@ -69,9 +69,6 @@ def test_a_gamma_offset_is_part_of_the_formula(kind):
         check(front, back, np.eye(3), gamma_offset=1.0)
 
 
-# ---- layer norm alone ----
-
-
 def findings(report, layer, verdict):
     return {f.name: f.message for f in report.findings if (f.layer, f.verdict) == (layer, verdict)}
 

@@ -199,9 +199,6 @@ def test_a_cache_prints_on_one_line():
     assert len(tuple(cache)) == len(cache._fields)
 
 
-# ---- residual and dsum ----
-
-
 @pytest.mark.parametrize("second", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
@@ -219,9 +216,6 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     assert_same([exact.x, *actual], [expected] * (1 + len(BACKENDS)))
     of_sum = sn.exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), of_sum)
-
-
-# ---- gamma_offset ----
 
 
 # Other tests cover the kernels with an offset in these dtypes.

@@ -41,8 +41,6 @@ def assert_same(expected, actual, but=()):
         np.testing.assert_array_equal(one, other, err_msg=name)
 
 
-# ---- the contract and the bits of the reference, on every family ----
-
 CASES = [
     pytest.param(name, dtype, n, id=f"{name}-{dtype}-{n}")
     for table in (LENGTHS, LENGTHS_OF_FEW)
@@ -65,8 +63,6 @@ def test_families(name, dtype, n):
         cancelling = {output for output, families in CANCELLING.items() if name in families}
         assert_same(both(case, np.asarray), actual, cancelling)
 
-
-# ---- shapes, dtypes of gamma and beta ----
 
 ORDINARY = [
     (300, 5, "float32"), (1, 129, "float32"), (131, 129, "bfloat16"), (3, 65536, "float32"), (40, 1000, "float32"),
@@ -170,8 +166,6 @@ def test_rows_are_read_once(launches):
     assert forward["x"][0] == case[0].nbytes + firsts
     assert forward["out"][1] == backward["out"][1] == case[0].nbytes
 
-
-# ---- faults, planted in the kernels: each is seen ----
 
 OWNERS = 'static_assert(STAGES % ROW_SUM_WARPS == 0 && STAGES % ASKING_WARPS == 0, "a stage has one owner of each kind");'
 FAULTS = {

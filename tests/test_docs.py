@@ -225,8 +225,6 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
         sys.modules.pop(file.removesuffix(".py"), None)
 
 
-# ---- a kernel in C ----
-
 # A mistake in the kernel, as text to replace and its replacement, and the test that must fail.
 KERNEL_MISTAKES = [
     ("", "", ""),

@@ -226,9 +226,6 @@ def test_a_million_positive_rows_do_not_drift(backend):
     np.testing.assert_array_equal(dbeta, expected.astype(np.float32))
 
 
-# ---- results of others ----
-
-
 def test_real_data_agrees_with_another_implementation():
     """The bundled file has y, dx, dgamma, dbeta in float64, by another project's autodiff."""
     path = resources.files("stablenorm").joinpath("data/minilm_layer0_output.npz")

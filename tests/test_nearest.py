@@ -122,9 +122,6 @@ def test_sums_of_two_round_once(dtype):
     np.testing.assert_array_equal(actual, expected)
 
 
-# ---- the kernels' conversions from and to 16 bits, against round_to ----
-
-
 @pytest.mark.parametrize("wide", [np.float32, np.float64])
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_every_number_of_16_bits(dtype, wide):

@@ -187,9 +187,6 @@ def test_no_input_breaks_a_bound_of_float64(kind, far, rng, steps):
     assert idle <= {"dgamma closely, 1", "dbeta closely, 0", "dbeta closely, 1"}, worst
 
 
-# ---- certified results ----
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_certain_results_round_alike_within_their_bound(kind, dtype, rng, steps):
