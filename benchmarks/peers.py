@@ -29,7 +29,7 @@ class Calls(NamedTuple):
     """The calls of one implementation on one problem, and their results."""
 
     forward: Callable[[], Any]
-    # None for a library without a backward.
+    # A library without a backward has None.
     backward: Callable[[], Any] | None
     # By name: y and, with a backward, dx, dgamma and dbeta.
     results: Callable[[], dict[str, Array]]

@@ -111,7 +111,7 @@ struct Fiber {
     // Copies without a barrier; how many groups of them it has closed.
     std::vector<Copy> copies;
     int groups = 0;
-    // What its atomic operations saw, for its next fence; what it had seen and done at its last one.
+    // The sights of its atomic operations, for its next fence; and all sights and deeds at its last one.
     Past glimpsed, fenced;
 };
 
