@@ -108,10 +108,15 @@ struct Table {
 
 // ---- the backward of a row ----
 
+// What a block does after a row.
+enum Next { SAME_CHUNK, NEXT_CHUNK, NO_ROW };
+
 // The statistics of a row and, once they are known, its row sums: the mean of g, and rstd**2 times that of
-// (g - mean of g) * (x - mean). All 0, a row adds 0.
+// (g - mean of g) * (x - mean). All 0, a row adds 0. 32 bits number it: the statistics of more would fill a device.
 struct __align__(16) Record {
-    double mean, mean_lo, rstd, mean_g, slope, unused;
+    double mean, mean_lo, rstd, mean_g, slope;
+    unsigned row;
+    Next next;
 
     INLINE double centered(double x) const { return (x - mean) - mean_lo; }
 
@@ -125,7 +130,7 @@ struct __align__(16) Record {
 };
 
 INLINE Record record_of(const Parameters& p, long long row) {
-    return {p.mean[row], p.mean_lo[row], p.rstd[row], 0.0, 0.0, 0.0};
+    return {p.mean[row], p.mean_lo[row], p.rstd[row], 0.0, 0.0, (unsigned)row, SAME_CHUNK};
 }
 
 // ---- sums of two numbers ----

@@ -60,7 +60,7 @@ INLINE void store(X* p, const Vector<X>& v, int count) {
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
 
 INLINE int slot() { return threadIdx.x / ROW_THREADS; }
-INLINE int row_thread() { return threadIdx.x % ROW_THREADS; }
+INLINE int row_thread() { return SLOTS == 1 ? threadIdx.x : threadIdx.x % ROW_THREADS; }
 INLINE Index column(Index vector) { return (vector * ROW_THREADS + row_thread()) * VECTOR; }
 
 // Elements of vector v of a row of n.

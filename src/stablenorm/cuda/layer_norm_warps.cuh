@@ -24,17 +24,24 @@ struct Pipeline {
     Vector<X>* stages;    // (STAGES, 2, ROW_VECTORS): x, dy
     Record* records;      // (STAGES)
     Barrier *full, *ready, *empty;  // (STAGES) each
-    long long turns;      // rows of this block
 
     INLINE Vector<X>* stage(int s, int which) const { return stages + (s * 2 + which) * ROW_VECTORS; }
 
     // Call f for every `step` turns of this block, its chunks one after the other: with the stage of a turn, how
     // often that was used before, and the row.
     template <class F> INLINE void for_each_turn(int first, int step, F f) const {
-        for (int turn = first; turn < turns; turn += step) {
-            const int chunk = turn / (int)p.chunk_rows, within = turn - chunk * (int)p.chunk_rows;
-            f(turn % STAGES, turn / STAGES, (group() + (long long)chunk * groups()) * p.chunk_rows + within);
+        const unsigned size = (unsigned)p.chunk_rows;
+        for (unsigned turn = first;; turn += step) {
+            const unsigned row = (group() + turn / size * groups()) * size + turn % size;
+            if (row >= p.rows) return;
+            f(turn % STAGES, turn / STAGES, row);
         }
+    }
+
+    INLINE Next next_after(unsigned row) const {
+        const unsigned size = (unsigned)p.chunk_rows, rows = (unsigned)p.rows, after = row + 1;
+        if (after < rows && after % size > 0) return SAME_CHUNK;
+        return after + (groups() - 1) * size < rows ? NEXT_CHUNK : NO_ROW;
     }
 
     // Call f for each vector of a row that this lane has.
@@ -179,37 +186,38 @@ struct Pipeline {
             // Orders the reads of this warp before its arrival.
             __syncwarp();
             if (threadIdx.x % WARP != 0) return;
+            row.next = next_after(at);
             records[s] = row;
             barrier_arrive(&ready[s]);
         });
     }
 
+    // Column threads follow the records, and keep no number of a row or a chunk: every register counts here.
     INLINE void keep_columns() const {
         int s = 0, parity = 0;
-        for (int chunk = group(); chunk < p.chunks; chunk += groups()) {
-            const long long first = chunk * p.chunk_rows, rest = p.rows - first;
+        for (Next next = SAME_CHUNK; next != NO_ROW;) {
             double sums[2][ELEMENTS] = {};
-            X* out = p.out + first * p.out_stride + first_column() + column(0);
-            // A 32-bit number of rows and one address: every register counts here.
-            for (int left = (int)(rest < p.chunk_rows ? rest : p.chunk_rows); left > 0; --left) {
+            unsigned row;
+            do {
                 barrier_wait(&full[s], parity);
                 barrier_wait(&ready[s], parity);
-                unrolled<VECTORS>([&](int v) { keep_vector(s, v, out, sums); });
+                next = records[s].next, row = records[s].row;
+                unrolled<VECTORS>([&](int v) { keep_vector(s, v, row, sums); });
                 if (++s == STAGES) s = 0, parity ^= 1;
-                out += p.out_stride;
-            }
+            } while (next == SAME_CHUNK);
+            const long long chunk = row / (unsigned)p.chunk_rows;
 #pragma unroll
             for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
                 const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
-                const long long at = (2LL * chunk + e / ELEMENTS) * (N * PARTS) + first_column() + col;
+                const long long at = (2 * chunk + e / ELEMENTS) * (N * PARTS) + first_column() + col;
                 if (col < N) p.partials[at] = sums[e / ELEMENTS][e % ELEMENTS];
             }
         }
     }
 
-    INLINE void keep_vector(int s, int v, X* out, double (&sums)[2][ELEMENTS]) const {
+    INLINE void keep_vector(int s, int v, long long at, double (&sums)[2][ELEMENTS]) const {
         // The last vectors of a short row are looked at, and left alone.
-        const int q = v * ROW_THREADS + threadIdx.x, seen = q < ROW_VECTORS ? q : 0;
+        const int q = vector_of(v), seen = q < ROW_VECTORS ? q : ROW_VECTORS - 1;
         // Read again for each vector: kept, it would take ten registers too many.
         const Record row = records[s];
         const Vector<X> x = stage(s, 0)[seen], dy = stage(s, 1)[seen];
@@ -223,7 +231,7 @@ struct Pipeline {
             const double c = row.centered(lift(x.e[i])), d = lift(dy.e[i]);
             round_into(dx.e[i], row.pull_back(c, d, gamma.at(seen, i), sums[0][e], sums[1][e]));
         });
-        if (p.out) store(out + v * ROW_THREADS * VECTOR, dx, elements(v));
+        if (p.out) store(p.out + at * p.out_stride + first_column() + column(v), dx, elements(v));
     }
 };
 
@@ -233,10 +241,7 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     Vector<X>* stages = reinterpret_cast<Vector<X>*>(small_gamma + Table::SIZE);
     Record* records = reinterpret_cast<Record*>(stages + STAGES * 2 * ROW_VECTORS);
     Barrier* full = reinterpret_cast<Barrier*>(records + STAGES);
-    const bool last = (p.chunks - 1) % groups() == group();
-    const long long turns = (p.chunks - 1 - group() + groups()) / groups() * p.chunk_rows -
-                            (last ? p.chunks * p.chunk_rows - p.rows : 0);
-    const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES, turns};
+    const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES};
     gamma.widen(gamma_of(p));
     // Each thread reads what it has just written.
     for (int at = threadIdx.x; at < Table::SIZE; at += LN_THREADS)
