@@ -201,8 +201,8 @@ struct Pipeline {
             do {
                 barrier_wait(&full[s], parity);
                 barrier_wait(&ready[s], parity);
-                next = records[s].next, row = records[s].row;
-                unrolled<VECTORS>([&](int v) { keep_vector(s, v, row, sums); });
+                next = records[s].next;
+                unrolled<VECTORS>([&](int v) { row = keep_vector(s, v, sums); });
                 if (++s == STAGES) s = 0, parity ^= 1;
             } while (next == SAME_CHUNK);
             const long long chunk = row / (unsigned)p.chunk_rows;
@@ -215,7 +215,8 @@ struct Pipeline {
         }
     }
 
-    INLINE void keep_vector(int s, int v, long long at, double (&sums)[2][ELEMENTS]) const {
+    // Do vector v of the row in stage s; return the number of that row.
+    INLINE unsigned keep_vector(int s, int v, double (&sums)[2][ELEMENTS]) const {
         // The last vectors of a short row are looked at, and left alone.
         const int q = vector_of(v), seen = q < ROW_VECTORS ? q : ROW_VECTORS - 1;
         // Read again for each vector: kept, it would take ten registers too many.
@@ -231,7 +232,8 @@ struct Pipeline {
             const double c = row.centered(lift(x.e[i])), d = lift(dy.e[i]);
             round_into(dx.e[i], row.pull_back(c, d, gamma.at(seen, i), sums[0][e], sums[1][e]));
         });
-        if (p.out) store(p.out + at * p.out_stride + first_column() + column(v), dx, elements(v));
+        if (p.out) store(p.out + row.row * p.out_stride + first_column() + column(v), dx, elements(v));
+        return row.row;
     }
 };
 
