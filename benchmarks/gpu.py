@@ -62,11 +62,11 @@ def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
         raise RuntimeError(msg)
     function = load(torch)
 
-    def peer(held: Case, direction: str) -> Call:
-        leaves = [torch.from_dlpack(each).requires_grad_() for each in held[:3]]
+    def peer(case: Case, direction: str) -> Call:
+        leaves = [torch.from_dlpack(leaf).requires_grad_() for leaf in case[:3]]
         if direction == "forward":
             return lambda: function(*leaves)
-        y, dy = function(*leaves), torch.from_dlpack(held.dy)
+        y, dy = function(*leaves), torch.from_dlpack(case.dy)
         return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
     return peer
@@ -126,7 +126,7 @@ def time_calls(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]
         end.record()
         end.synchronize()
         samples[name].append(1e-3 * cupy.cuda.get_elapsed_time(begin, end))
-    return {name: float(np.median(found)) for name, found in samples.items()}
+    return {name: float(np.median(times)) for name, times in samples.items()}
 
 
 def measure_ceiling(cupy: Any) -> float:
@@ -173,18 +173,18 @@ def bench(cupy: Any) -> tuple[list[list[Any]], dict[str, str]]:
 def draw(cupy: Any, shape: tuple[int, int], dtype: str) -> Case:
     """Draw the arrays of a problem, on the device."""
     draws = (shape, shape[1:], shape[1:], shape)
-    drawn = (cupy.random.standard_normal(each, dtype=np.float32) for each in draws)
-    x, gamma, beta, dy = (each.astype(parse(dtype)) for each in drawn)
+    drawn = (cupy.random.standard_normal(shape, dtype=np.float32) for shape in draws)
+    x, gamma, beta, dy = (array.astype(parse(dtype)) for array in drawn)
     return Case(x, gamma, beta, 1e-5, dy)
 
 
-def eager(held: Case, direction: str) -> Call:
+def eager(case: Case, direction: str) -> Call:
     """Return our call, with results written into arrays given."""
-    y, cache = layer_norm_forward(*held[:4])
+    y, cache = layer_norm_forward(*case[:4])
     if direction == "forward":
-        return lambda: layer_norm_forward(*held[:4], out=y)
-    out = layer_norm_backward(held.dy, cache)
-    return lambda: layer_norm_backward(held.dy, cache, out=out)
+        return lambda: layer_norm_forward(*case[:4], out=y)
+    out = layer_norm_backward(case.dy, cache)
+    return lambda: layer_norm_backward(case.dy, cache, out=out)
 
 
 def measure() -> dict[str, Any]:
@@ -200,23 +200,24 @@ def measure() -> dict[str, Any]:
     return head | {"times": times, "missing": missing}
 
 
-def page(found: dict[str, Any]) -> str:
+def page(measured: dict[str, Any]) -> str:
     """Return the part of docs/how-to/gpu.md that is measured."""
-    ceiling = found["ceiling"]
-    peers = dict.fromkeys(name for *_, times in found["times"] for name in list(times)[2:])
+    ceiling = measured["ceiling"]
+    peers = dict.fromkeys(name for *_, times in measured["times"] for name in list(times)[2:])
     lines = []
-    for direction, shape, dtype, nbytes, times in found["times"]:
+    for direction, shape, dtype, nbytes, times in measured["times"]:
         best = times["graph"]
         ours = f"{1e6 * times['eager']:.0f}", f"{1e6 * best:.0f}", f"{nbytes / best / ceiling:.2f}"
         others = [f"{times[name] / best:.2f}" if name in times else "-" for name in peers]
         lines.append([direction, tuple(shape), dtype, *ours, *others])
     text = [
-        f"Ran on {found['device']}: all checks passed. " + origin_line("make gpu", found["origin"]),
+        f"Ran on {measured['device']}: all checks passed. "
+        + origin_line("make gpu", measured["origin"]),
         f"Medians of {REPEATS} calls by CUDA events, with arrays that have left the cache.",
         f"The ceiling is {ceiling / 1e9:.0f} GB/s, that of a copy of 1 GiB in the same run.",
         "The last columns are a peer's time over ours in a graph.",
         table(["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers], lines),
-        *(f"Not timed: {peer}: {why}" for peer, why in list(found["missing"].items())[:5]),
+        *(f"Not timed: {peer}: {why}" for peer, why in list(measured["missing"].items())[:5]),
     ]
     return "\n\n".join(text)
 

@@ -125,10 +125,10 @@ def check_problems(cupy: Any, problems: list[Problem]) -> list[tuple[str, str]]:
 
 def check_bits(cupy: Any, shape: tuple[int, int]) -> Iterator[tuple[str, str]]:
     """Yield what must change no bit, and whether it does, or ""."""
-    held = to_device(cupy, make_case("F01", parse("bfloat16"), *shape[::-1]), "plain")
+    case = to_device(cupy, make_case("F01", parse("bfloat16"), *shape[::-1]), "plain")
 
     def bits(results: Any = None) -> list[bytes]:
-        return [array.get().tobytes() for array in results or run(held).values()]
+        return [array.get().tobytes() for array in results or run(case).values()]
 
     def verdict(others: Iterable[list[bytes]]) -> str:
         return "" if all(other == expected for other in others) else f"other bits of {shape}"
@@ -146,10 +146,10 @@ def check_bits(cupy: Any, shape: tuple[int, int]) -> Iterator[tuple[str, str]]:
     at_once = []
     for stream in streams * 5:
         with stream:
-            at_once.append(run(held).values())
+            at_once.append(run(case).values())
     cupy.cuda.Device().synchronize()
     yield "two streams at once", verdict(map(bits, at_once))
-    results, replay = capture(cupy, held)
+    results, replay = capture(cupy, case)
     for array in results:
         array[...] = 0
     replay()
@@ -157,9 +157,9 @@ def check_bits(cupy: Any, shape: tuple[int, int]) -> Iterator[tuple[str, str]]:
     yield "a graph", verdict([bits(results)])
 
 
-def capture(cupy: Any, held: Case, direction: str = "both") -> tuple[Any, Callable[[], Any]]:
+def capture(cupy: Any, case: Case, direction: str = "both") -> tuple[Any, Callable[[], Any]]:
     """Return y and the gradients, and the replay of a graph that writes them."""
-    x, gamma, beta, eps, dy = held
+    x, gamma, beta, eps, dy = case
     y, out = cupy.empty_like(x), tuple(map(cupy.empty_like, (x, gamma, beta)))
     stream = cupy.cuda.Stream(non_blocking=True)
     _, cache = layer_norm_forward(x, gamma, beta, eps, out=y)
@@ -182,7 +182,7 @@ def capture(cupy: Any, held: Case, direction: str = "both") -> tuple[Any, Callab
 
     def replay() -> Any:
         # The arrays must outlive the graph.
-        return graph.launch(), made, held
+        return graph.launch(), made, case
 
     return (y, *out), replay
 
@@ -197,12 +197,12 @@ def check_all() -> Any:
     cupy: Any = importlib.import_module("cupy")
     if "--few" in sys.argv:
         # Under compute-sanitizer.
-        found = check_problems(cupy, [Problem("F01", dtype, n, 33, "plain") for dtype, n in FEW])
+        judged = check_problems(cupy, [Problem("F01", dtype, n, 33, "plain") for dtype, n in FEW])
     else:
-        found = check_problems(cupy, make_problems())
-        found += itertools.chain.from_iterable(check_bits(cupy, shape) for shape in MANY)
-    failed = [f"FAILED {label}: {wrong}" for label, wrong in found if wrong]
-    print(*failed, f"{len(found)} checks, {len(failed)} failed", sep="\n")
+        judged = check_problems(cupy, make_problems())
+        judged += itertools.chain.from_iterable(check_bits(cupy, shape) for shape in MANY)
+    failed = [f"FAILED {label}: {wrong}" for label, wrong in judged if wrong]
+    print(*failed, f"{len(judged)} checks, {len(failed)} failed", sep="\n")
     if failed:
         sys.exit(1)
     return cupy

@@ -91,15 +91,15 @@ def Stream(ptr=0, capturing=False):
 
 def make_module():
     """Return a module to be `cupy`, with a list of the shapes of all copies."""
-    for kept in (driver._counter, driver.import_cupy, cuda.find_plan):
-        kept.cache_clear()
+    for cached in (driver._counter, driver.import_cupy, cuda.find_plan):
+        cached.cache_clear()
 
     def ascontiguousarray(array):
         cupy.copied.append(array.shape)
         return ndarray(np.ascontiguousarray(array.host), array.device.id)
 
     cupy = types.SimpleNamespace(
-        ndarray=ndarray, empty=empty, zeros=lambda *given: ndarray(np.zeros(*given)),
+        ndarray=ndarray, empty=empty, zeros=lambda *args: ndarray(np.zeros(*args)),
         from_dlpack=lambda value: ndarray(value.__dlpack__().host),
         asarray=lambda value: ndarray(value.host),
         moveaxis=lambda a, old, new: ndarray(np.moveaxis(a.host, old, new), a.device.id),
@@ -120,10 +120,10 @@ def on_device(array, device=0):
 
 def both(case, place=on_device):
     """Return y and the gradients of `case` (x, gamma, beta, eps, dy), computed where `place` puts it."""
-    placed = [place(each) if isinstance(each, np.ndarray) else each for each in case]
+    placed = [place(value) if isinstance(value, np.ndarray) else value for value in case]
     on_host = isinstance(placed[0], np.ndarray)
-    found = compute(placed, backend="numpy" if on_host else None)
-    return found if on_host else {name: array.get() for name, array in found.items()}
+    results = compute(placed, backend="numpy" if on_host else None)
+    return results if on_host else {name: array.get() for name, array in results.items()}
 
 
 def assert_bits(actual, expected):
@@ -167,10 +167,10 @@ def put_device(
         if not run:
             return
         memory = tensors(kernel, grid, values)
-        given = grid, kernel.threads, kernel.shared_bytes, parameters.tobytes(), memory
+        sizes = grid, kernel.threads, kernel.shared_bytes, parameters.tobytes(), memory
         options = {"seed": seed + len(launches) - 1, "cooperative": together}
         for tensor, counts in zip(
-            memory, host_shim.launch(function, *given, **options), strict=True
+            memory, host_shim.launch(function, *sizes, **options), strict=True
         ):
             made["traffic"][tensor.name] = counts.sum(axis=1)
             # Each byte of a result is stored once.
@@ -189,20 +189,20 @@ def tensors(kernel, grid, values):
     if values["out"] and values["out"] in (values["x"], values["dy"]):
         return []
     x, dy, gamma, beta = (parse(name).itemsize for name in kernel[1:5])
-    kept = WRITE if kernel.forward else READ
-    found = []
+    statistics = WRITE if kernel.forward else READ
+    regions = []
     for name, size, rights in (("x", x, READ), ("dy", dy, READ), ("out", x, WRITE)):
         begin, pitch, width = values[name], values[f"{name}_stride"] * size, n * size
         if pitch == width:
-            found.append(Tensor(name, begin, rows * width, rights))
+            regions.append(Tensor(name, begin, rows * width, rights))
         else:
-            found += [Tensor(name, begin + row * pitch, width, rights) for row in range(rows)]
+            regions += [Tensor(name, begin + row * pitch, width, rights) for row in range(rows)]
     flat = {
         "gamma": (n * gamma, READ), "dgamma": (n * gamma, WRITE),
         "beta": (n * beta, READ), "dbeta": (n * beta, WRITE),
-        **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail"), (8 * rows, kept)),
-        "exponent": (4 * rows, kept), "counter": (kernel.counter_bytes(grid), ATOMIC),
+        **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail"), (8 * rows, statistics)),
+        "exponent": (4 * rows, statistics), "counter": (kernel.counter_bytes(grid), ATOMIC),
         "partials": (2 * n * values["chunks"] * kernel.number_bytes, READ | WRITE),
     }  # fmt: skip
-    found += [Tensor(name, values[name], *rest) for name, rest in flat.items()]
-    return [tensor for tensor in found if values[tensor.name]]
+    regions += [Tensor(name, values[name], *rest) for name, rest in flat.items()]
+    return [tensor for tensor in regions if values[tensor.name]]

@@ -24,8 +24,8 @@ SUMS = {"dgamma": "gamma", "dbeta": "beta", "ddgamma": "gamma"}
 
 def assert_untouched_around(view, memory):
     at = view.ctypes.data - memory.ctypes.data, view.strides
-    for held in (around := memory.copy(), untouched := np.full_like(memory, calls.POISON)):
-        np.ndarray(view.shape, view.dtype, held.data, *at)[...] = 0
+    for buffer in (around := memory.copy(), untouched := np.full_like(memory, calls.POISON)):
+        np.ndarray(view.shape, view.dtype, buffer.data, *at)[...] = 0
     assert around.tobytes() == untouched.tobytes()
 
 

@@ -25,22 +25,22 @@ KERNEL = choose_kernel(6, F32, None, F32, F32)
 
 def forward_of_ones(*shape):
     """Return dy, and the cache of a forward with gamma."""
-    dy, gamma = (fake.ndarray(np.ones(each, np.float32)) for each in (shape, shape[-1]))
+    dy, gamma = (fake.ndarray(np.ones(length, np.float32)) for length in (shape, shape[-1]))
     return dy, layer_norm_forward(dy, gamma)[1]
 
 
 def assert_as_on_the_host(case, place=on_device, axis=-1, out=None):
     """Compare a forward and a backward where `place` puts x, gamma, beta, dy; return the y expected, and the cache."""
-    placed = [None if each is None else place(each) for each in case]
+    placed = [None if array is None else place(array) for array in case]
     # The bits of the CPU, without compiling anything.
     expected, host = layer_norm_forward(*case[:3], axis=axis, backend="numpy")
     y, cache = layer_norm_forward(*placed[:3], axis=axis)
     assert_bits(y, expected)
     actual = layer_norm_backward(placed[3], cache, out=out)
     expected_of_backward = layer_norm_backward(case[3], host)
-    for one, other, given in zip(actual, expected_of_backward, out or (None,) * 3, strict=True):
+    for one, other, target in zip(actual, expected_of_backward, out or (None,) * 3, strict=True):
         assert (one is None) == (other is None)
-        assert given is None or one is given
+        assert target is None or one is target
         if other is not None:
             assert_bits(one, other)
     return expected, cache
@@ -70,8 +70,8 @@ def test_other_axes_are_copied_and_written_back(launches, cupy, rng):
         return fake.ndarray(gamma.T.copy().T) if array is gamma else fake.ndarray(array)
 
     out = [fake.ndarray(np.empty(a.T.shape, a.dtype).T) for a in (x, gamma, beta)]
-    for given in (None, out):
-        assert_as_on_the_host((x, gamma, beta, dy), place, axis=(0, 2), out=given)
+    for targets in (None, out):
+        assert_as_on_the_host((x, gamma, beta, dy), place, axis=(0, 2), out=targets)
     assert len(launches) == 4
     assert cupy.copied.count((8, 3, 50)) == 6
     np.testing.assert_array_equal(x, before)
@@ -107,9 +107,11 @@ def test_row_strides_need_no_copy_and_gaps_within_rows_do(launches, cupy, rng, v
 @needs_shim
 def test_out_may_be_x_and_dx_may_be_dy(launches, rng):
     x, gamma, beta, dy = draw(rng, (5, 129))
-    given = on_device(dy)
-    place = lambda array: given if array is dy else on_device(array)
-    expected, cache = assert_as_on_the_host((x, gamma, beta, dy), place, out=(given, None, None))
+    cotangent = on_device(dy)
+    place = lambda array: cotangent if array is dy else on_device(array)
+    expected, cache = assert_as_on_the_host(
+        (x, gamma, beta, dy), place, out=(cotangent, None, None)
+    )
     x, *others = cache.x, *cache.norm[:2]
     assert layer_norm(x, *others, out=x) is x
     assert_bits(x, expected)
@@ -190,7 +192,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[each[1] for each in REFUSED])
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[row[1] for row in REFUSED])
 def test_arguments_that_do_not_fit_are_named(use, error, message, call):
     use(run=False)
     with pytest.raises(error, match=message):
@@ -295,19 +297,19 @@ def test_each_stream_has_a_counter_of_its_own(use, cupy):
 
 
 def test_memory_that_a_graph_writes_to_is_kept(use, cupy, monkeypatch):
-    launches, kept = use(run=False), []
-    monkeypatch.setattr(driver, "_captured", kept)
+    launches, captured = use(run=False), []
+    monkeypatch.setattr(driver, "_captured", captured)
     dy, cache = forward_of_ones(300, 33)
     layer_norm_backward(dy, cache)
-    assert kept == []
+    assert captured == []
     cupy.cuda.stream = fake.Stream(capturing=True)
     for _ in range(2):
         layer_norm_backward(dy, cache)
     # Partial sums and a counter of each, which the graph sets to 0.
-    places = [each.data.ptr for each in kept]
+    places = [array.data.ptr for array in captured]
     assert len(set(places)) == 4
     for launch, pair in zip(launches[-2:], (places[:2], places[2:]), strict=True):
         assert [launch.values["partials"], launch.values["counter"]] == pair
     layer_norm_forward(on_device(np.ones((4, 6), np.float32)), axis=0)
     # The copies of x and of y.
-    assert [each.shape for each in kept[4:]] == [(6, 4), (6, 4)]
+    assert [array.shape for array in captured[4:]] == [(6, 4), (6, 4)]

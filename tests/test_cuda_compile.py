@@ -27,7 +27,7 @@ except ImportError as error:
     pytest.skip(f"NVRTC comes with the extra `cuda`: {error}", allow_module_level=True)
 from cuda.bindings import nvrtc
 
-F16, BF16, F32, F64 = (each.dtype for each in FORMATS)
+F16, BF16, F32, F64 = (form.dtype for form in FORMATS)
 # Registers of a multiprocessor, of every architecture compiled for here (CUDA programming guide,
 # table of technical specifications).
 REGISTERS = 65536
@@ -153,8 +153,8 @@ def test_a_second_process_finds_what_the_first_one_compiled(monkeypatch, tmp_pat
     code = compile_.cubin(DEFINES, "90")
     # Machine code is an ELF file.
     assert code.startswith(b"\x7fELF")
-    (kept,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    kept.write_bytes(b"as it is on disk")
+    (cached,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    cached.write_bytes(b"as it is on disk")
     assert compile_.cubin(DEFINES, "90") == b"as it is on disk"
     # A folder that cannot be written.
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)

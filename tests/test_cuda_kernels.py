@@ -71,9 +71,9 @@ ORDINARY = [
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("given", ORDINARY, ids=str)
-def test_shapes_and_dtypes(given):
-    case = ordinary(*given)
+@pytest.mark.parametrize("problem", ORDINARY, ids=str)
+def test_shapes_and_dtypes(problem):
+    case = ordinary(*problem)
     assert_same(both(case, np.asarray), both(case))
 
 

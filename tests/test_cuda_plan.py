@@ -7,7 +7,7 @@ import pytest
 from stablenorm.cuda.plan import choose_kernel, cut
 from stablenorm.formats import FORMATS, parse
 
-DTYPES = F16, BF16, F32, F64 = [each.dtype for each in FORMATS]
+DTYPES = F16, BF16, F32, F64 = [form.dtype for form in FORMATS]
 KINDS = [(x, dy) for x in DTYPES for dy in (x, None)]
 KINDS += [(F32, F64), (BF16, F32)]
 ROWS = (1, 2, 15, 16, 17, 33, 511, 4097, 65536, 131_073, 1_000_000, 1 << 30)

@@ -161,8 +161,8 @@ def test_nan_and_infinity_in_one_part(name, where, values, dtype, rng):
         np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
 
 
-@pytest.mark.parametrize(("rounding", "held"), [("fast", 12), ("nearest", 80)])
-def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
+@pytest.mark.parametrize(("rounding", "chunks"), [("fast", 12), ("nearest", 80)])
+def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, chunks):
     """Exact sums alone need x and dy again: for them Dask holds all chunks until the sums are known."""
     alive, most = weakref.WeakValueDictionary(), []
 
@@ -175,7 +175,7 @@ def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
     x = da.zeros((80, 4), np.float32, chunks=(1, 4)).map_blocks(make, meta=np.empty((0, 0), "f4"))
     _, cache = sn.layer_norm_forward(x, np.ones(4), np.ones(4), rounding=rounding)
     dask.compute(sn.layer_norm_backward(x, cache)[1:], scheduler="synchronous")
-    assert max(most) <= held
+    assert max(most) <= chunks
     assert (max(most) > 12) == (rounding == "nearest")
 
 

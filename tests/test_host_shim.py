@@ -87,8 +87,8 @@ def run(builds, fault=None, seed=0, cooperative=False):
     number = 0 if fault is None else 1 + list(FAULTS).index(fault)
     parameters = struct.pack("<4Q2q", *(t.address for t in tensors), N, number)
     kernel = host_shim.build(KERNEL, builds, "total", DEFINES)
-    given = GRID, BLOCK, 8 * (BLOCK // 32), parameters, tensors
-    return arrays, host_shim.launch(kernel, *given, seed=seed, cooperative=cooperative)
+    sizes = GRID, BLOCK, 8 * (BLOCK // 32), parameters, tensors
+    return arrays, host_shim.launch(kernel, *sizes, seed=seed, cooperative=cooperative)
 
 
 def test_the_kernel_is_right_under_every_schedule(builds):
@@ -108,13 +108,13 @@ def test_finds(fault, builds):
 
 
 def test_a_race_is_found_whoever_comes_first(builds):
-    found = ""
+    messages = ""
     for seed in range(8):
         with pytest.raises(host_shim.LaunchError, match="a race") as caught:
             run(builds, "OVERWRITES", seed)
-        found += str(caught.value)
-    assert "writes byte 0" in found
-    assert "reads byte 0" in found
+        messages += str(caught.value)
+    assert "writes byte 0" in messages
+    assert "reads byte 0" in messages
 
 
 def test_float_atomics_do_not_compile(builds):

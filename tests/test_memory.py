@@ -42,11 +42,11 @@ def same(one, other):
 
 def test_idle_memory_stays_within_the_limit():
     set_idle_limit(3 * NBYTES + NBYTES // 2)
-    held = [new() for _ in range(6)]
-    places = [place(array) for array in held]
+    arrays = [new() for _ in range(6)]
+    places = [place(array) for array in arrays]
     assert get_idle_bytes() == 0
     for i in range(6):
-        held[i] = None
+        arrays[i] = None
         assert get_idle_bytes() == min(i + 1, 3) * NBYTES
     # The latest memory stays, and is reused first.
     again = [new() for _ in range(3)]

@@ -99,7 +99,7 @@ extern "C" __attribute__((no_sanitize("thread"))) void shim_call(const unsigned 
 }}
 """
     runtime = _object(folder, (HERE / "fibers.cpp").read_text(), *RUNTIME_FLAGS)
-    kernel = _object(folder, text, *KERNEL_FLAGS, *(f"-D{each}" for each in defines))
+    kernel = _object(folder, text, *KERNEL_FLAGS, *(f"-D{define}" for define in defines))
     library = kernel.with_suffix(f".{os.getpid()}.so")
     # A step of its own: with its option, g++ would link ThreadSanitizer itself.
     _compile("-shared", kernel, runtime, "-o", library)
@@ -115,11 +115,11 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
     `tensors` only shared memory and barriers are checked.
     """
-    traffic = [np.zeros((2, each.nbytes), np.uint32) for each in tensors]
+    traffic = [np.zeros((2, tensor.nbytes), np.uint32) for tensor in tensors]
     both = zip(tensors, traffic, strict=True)
     # An array of struct Region.
     regions = np.array(
-        [(*each[1:], *(a.ctypes.data for a in counts)) for each, counts in both], np.uint64
+        [(*tensor[1:], *(a.ctypes.data for a in counts)) for tensor, counts in both], np.uint64
     )
     kernel.shim_launch.restype = ctypes.c_char_p
     failed = kernel.shim_launch(
@@ -127,6 +127,6 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
         regions.ctypes.data_as(ctypes.c_void_p), len(tensors),
     )  # fmt: skip
     if failed is not None:
-        named = re.sub(r"tensor (\d+)", lambda found: tensors[int(found[1])].name, failed.decode())
+        named = re.sub(r"tensor (\d+)", lambda match: tensors[int(match[1])].name, failed.decode())
         raise LaunchError(named)
     return traffic

@@ -183,8 +183,8 @@ def _objection(problem: Problem) -> str:
     is_layer = problem.kind == "layer"
     undefined = np.flatnonzero((x == (x[..., :1] if is_layer else 0)).all(axis=-1))
     if problem.eps == 0 and undefined.size:
-        what, row = "constant" if is_layer else "zero", undefined[0]
-        return f"eps must be > 0 where a row of x is {what}, got 0 and row {row}; pass --eps"
+        kind, row = "constant" if is_layer else "zero", undefined[0]
+        return f"eps must be > 0 where a row of x is {kind}, got 0 and row {row}; pass --eps"
     return ""
 
 

@@ -291,9 +291,9 @@ def _slots(instance: Any, takes: Sequence[str] = PARAMETERS) -> list[_Slot]:
     ]
 
 
-def _members(attributes: dict[str, Any], what: str, order: Sequence[str]) -> Iterator[_Slot]:
-    """Yield the members of all dicts, lists and tuples of such a name; `order` has the roles in a list."""
-    for group in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
+def _members(attributes: dict[str, Any], kind: str, order: Sequence[str]) -> Iterator[_Slot]:
+    """Yield the members of all dicts, lists and tuples whose name is of this kind; `order` has the roles in a list."""
+    for group in (value for name, value in attributes.items() if key_of(name) in NAMES[kind]):
         if isinstance(group, dict):
             yield from (_Slot(str(k), v, partial(group.__setitem__, k)) for k, v in group.items())
         elif isinstance(group, (list, tuple)):
