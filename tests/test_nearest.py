@@ -114,11 +114,11 @@ def test_sums_of_two_round_once(dtype):
     ones, tiny = 1 + odd * float(info.eps) / 2, odd[:2] / 2 * float(info.smallest_subnormal)
     edge = float(info.max) * (1 + float(info.eps) / 4)
     at = np.array([*ones, *-ones, *tiny, edge, 1.0, 1.5, 3.0, 2.0**52 + 1, 2.0**52 + 0.5])
-    hi = np.concatenate([at, np.nextafter(at, np.inf), np.nextafter(at, -np.inf)]).repeat(3)
-    lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
+    high = np.concatenate([at, np.nextafter(at, np.inf), np.nextafter(at, -np.inf)]).repeat(3)
+    low = np.tile([-1.0, 0.0, 1.0], len(high) // 3) * np.abs(high) * 2.0**-60
     with np.errstate(all="ignore"):
-        actual = round_to(Pair(hi, lo), dtype).astype(np.float64)
-    expected = [nearest(Fraction(h) + Fraction(t), dtype) for h, t in zip(hi, lo, strict=True)]
+        actual = round_to(Pair(high, low), dtype).astype(np.float64)
+    expected = [nearest(Fraction(h) + Fraction(t), dtype) for h, t in zip(high, low, strict=True)]
     np.testing.assert_array_equal(actual, expected)
 
 

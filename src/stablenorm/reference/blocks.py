@@ -240,7 +240,7 @@ def _outside(values: Array, least: float) -> Array:
 
 def _squares_leave_range(var: Any, eps: Any, x: Array, kind: str, counted: "Counted") -> Array:
     """Tell which rows of pairs have squares that leave the range; rows with NaN or infinity have none."""
-    size, v = var.hi[:, 0], (var + eps).hi[:, 0]
+    size, v = var.high[:, 0], (var + eps).high[:, 0]
     within = (v >= SMALLEST**2) & (v <= LARGEST**2) & ((size >= SMALLEST**2) | (size == 0))
     # A square of 0 may have underflowed.
     x = counted.only(x)
@@ -294,7 +294,7 @@ class Counted:
         if self.where is None:
             return v
         if isinstance(v, Pair):
-            return Pair(self.only(v.hi), self.only(v.lo))
+            return Pair(self.only(v.high), self.only(v.low))
         return np.where(self.where, v, np.zeros((), v.dtype))
 
     def mean(self, v: Any) -> Any:
@@ -309,8 +309,8 @@ def _statistics(mean: Any, mean_lo: Any, rstd: Any) -> Statistics:
     """Return the statistics of some rows, pairs as two words."""
     statistics = Statistics(mean, mean_lo, rstd)
     if isinstance(rstd, Pair):
-        low, tail = (None, None) if mean is None else (mean_lo.hi, mean_lo.lo)
-        statistics = Statistics(mean, low, rstd.hi, rstd.lo, tail)
+        low, tail = (None, None) if mean is None else (mean_lo.high, mean_lo.low)
+        statistics = Statistics(mean, low, rstd.high, rstd.low, tail)
     return statistics.of_rows((slice(None), 0))
 
 
@@ -352,7 +352,7 @@ class RowSum:
         for _, other in reversed(self._partial[:-1]):
             total = other + total
         if pairs:
-            high, low = (total.hi, total.lo) if isinstance(total, Pair) else (total, 0.0)
+            high, low = (total.high, total.low) if isinstance(total, Pair) else (total, 0.0)
             result[...] = merged(result, as_partial(high, low, np.nan)[0])
         else:
             result[...] = round_to(total, result.dtype)[0]

@@ -1,5 +1,5 @@
 """
-Double-double numbers, ``hi + lo``, elementwise on arrays: about 106 significant bits.
+Double-double numbers, ``high + low``, elementwise on arrays: about 106 significant bits.
 
 Float64 itself cannot round the statistics and gradients of float64 data correctly. `Pair` has just the operators that
 the equations of `reference` use, so that these are written once for float64 and for `Pair`. Pairs have the range of
@@ -45,7 +45,7 @@ def _split(a: Array) -> tuple[Array, Array]:
     return head, a - head
 
 
-def two_prod(a: Array, b: Array) -> tuple[Array, Array]:
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     """Return ``fl(a * b)`` and its exact error, barring underflow. NumPy has no FMA ufunc."""
     product = a * b
     a_head, a_tail = _split(a)
@@ -55,15 +55,15 @@ def two_prod(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 class Pair:
-    """``hi + lo``, elementwise; immutable by convention."""
+    """``high + low``, elementwise; immutable by convention."""
 
-    __slots__ = ("hi", "lo")
+    __slots__ = ("high", "low")
 
     # An ndarray on the left must leave the operation to us.
     __array_ufunc__ = None
 
-    def __init__(self, hi: Array, lo: Array) -> None:
-        self.hi, self.lo = hi, lo
+    def __init__(self, high: Array, low: Array) -> None:
+        self.high, self.low = high, low
 
     @classmethod
     def exactly(cls, value: Array | float) -> Pair:
@@ -73,46 +73,46 @@ class Pair:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.hi.shape
+        return self.high.shape
 
     def __getitem__(self, index: Any) -> Pair:
-        return Pair(self.hi[index], self.lo[index])
+        return Pair(self.high[index], self.low[index])
 
     def __neg__(self) -> Pair:
-        return Pair(-self.hi, -self.lo)
+        return Pair(-self.high, -self.low)
 
     def __add__(self, other: Pair) -> Pair:
-        hi, error = two_sum(self.hi, other.hi)
-        lo, lo_error = two_sum(self.lo, other.lo)
-        hi, error = _fast_two_sum(hi, error + lo)
-        return Pair(*_fast_two_sum(hi, error + lo_error))
+        high, error = two_sum(self.high, other.high)
+        low, low_error = two_sum(self.low, other.low)
+        high, error = _fast_two_sum(high, error + low)
+        return Pair(*_fast_two_sum(high, error + low_error))
 
     def __sub__(self, other: Pair) -> Pair:
         return self + -other
 
     def __mul__(self, other: Pair) -> Pair:
-        hi, error = two_prod(self.hi, other.hi)
-        return Pair(*_fast_two_sum(hi, error + (self.hi * other.lo + self.lo * other.hi)))
+        high, error = two_product(self.high, other.high)
+        return Pair(*_fast_two_sum(high, error + (self.high * other.low + self.low * other.high)))
 
     def __truediv__(self, count: Any) -> Pair:
         """Divide by integers."""
         divisor = np.asarray(count, np.float64)
-        quotient = self.hi / divisor
-        product, error = two_prod(quotient, divisor)
-        rest = ((self.hi - product) - error) + self.lo
+        quotient = self.high / divisor
+        product, error = two_product(quotient, divisor)
+        rest = ((self.high - product) - error) + self.low
         return Pair(*_fast_two_sum(quotient, rest / divisor))
 
     def rsqrt(self) -> Pair:
         """Return ``self**-0.5``, of 0 infinity; one Newton step, of second order, from float64's own."""
-        start = 1.0 / np.sqrt(self.hi)
+        start = 1.0 / np.sqrt(self.high)
         one = Pair.exactly(np.ones_like(start))
         # delta = 1 - v start**2 is about 2**-52; start * (1 + delta/2 + 3/8 delta**2) has
         # an error of order delta**3.
-        delta = one - self * Pair(*two_prod(start, start))
-        correction = Pair(0.5 * delta.hi, 0.5 * delta.lo + 0.375 * delta.hi * delta.hi)
+        delta = one - self * Pair(*two_product(start, start))
+        correction = Pair(0.5 * delta.high, 0.5 * delta.low + 0.375 * delta.high * delta.high)
         root = Pair.exactly(start) * (one + correction)
-        none = self.hi == 0
-        return Pair(np.where(none, np.inf, root.hi), np.where(none, 0.0, root.lo))
+        none = self.high == 0
+        return Pair(np.where(none, np.inf, root.high), np.where(none, 0.0, root.low))
 
 
 def sum_rows(block: Any) -> Any:
@@ -125,7 +125,7 @@ def sum_rows(block: Any) -> Any:
         if rows % 2 == 0:
             block = total
         elif isinstance(block, Pair):
-            both = ([total.hi, middle.hi], [total.lo, middle.lo])
+            both = ([total.high, middle.high], [total.low, middle.low])
             block = Pair(*map(np.concatenate, both))
         else:
             block = np.concatenate([total, middle])
@@ -134,14 +134,14 @@ def sum_rows(block: Any) -> Any:
 
 def round_to(value: Any, dtype: np.dtype[Any]) -> Array:
     """
-    Round float64 or pairs, whose `hi` is the sum rounded to float64, once to `dtype`; not copied if that is float64.
+    Round float64 or pairs, whose `high` is the sum rounded to float64, once to `dtype`; not copied if that is float64.
 
     Two roundings, to float32 and then to bfloat16, go wrong near a midpoint of the latter. Rounding to odd in between
     cures it: an inexact value gets a last bit that is set, and is no midpoint of a type at least two bits narrower
     (Boldo and Melquiond, IEEE Trans. Comput. 57 (2008) 462).
     """
     if isinstance(value, Pair):
-        high, low = value.hi, value.lo
+        high, low = value.high, value.low
         if dtype.type is np.float64:
             return high
         # Round to odd first: where `high` is inexact and even, take its neighbour beyond `low`.

@@ -61,8 +61,8 @@ FLOAT64 = np.dtype(np.float64)
 def row_mean(v: Any, count: Any = None) -> Any:
     """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
     if isinstance(v, Pair):
-        columns = sum_rows(Pair(v.hi.T, v.lo.T))
-        total: Any = Pair(columns.hi.T, columns.lo.T)
+        columns = sum_rows(Pair(v.high.T, v.low.T))
+        total: Any = Pair(columns.high.T, columns.low.T)
     else:
         total = np.add.reduce(v, axis=-1, keepdims=True)
     return total / (v.shape[-1] if count is None else count)
