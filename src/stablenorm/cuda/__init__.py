@@ -5,10 +5,8 @@ The backend "cuda": layer norm on a CUDA device, one launch forward and one back
 addresses. Everything happens on the device of x and its current stream, without waiting for it.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -45,16 +43,17 @@ def find_plan(
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
-
     rows = x.size // math.prod([x.shape[axis] for axis in axes])
     pairs = x.dtype.itemsize == 8
-    with _on_device_of(x, gamma=gamma, beta=beta, out=y) as cupy:
+    cupy = driver.import_cupy()
+    _check_device(x, gamma=gamma, beta=beta, out=y)
+    with x.device:
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
         statistics = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
         if pairs:
             statistics = statistics._replace(exponent=cupy.empty((rows, 2), np.int16))
         if rows:
-            _launch(cupy, axes, (x, None, gamma, beta, y, None, None), statistics, eps)
+            _launch(axes, (x, None, gamma, beta, y, None, None), statistics, eps)
     return statistics
 
 
@@ -63,14 +62,16 @@ def backward(call: Backward) -> None:
     (dy, _), (x, axes), (gamma, *_), statistics, dx, dgamma, dbeta = call[:7]
     dx = dx and dx[0]
     outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    with _on_device_of(x, dy=dy, gamma=gamma, **outs) as cupy:
-        _launch(cupy, axes, (x, dy, gamma, None, dx, dgamma, dbeta), statistics, 0.0)
+    _check_device(x, dy=dy, gamma=gamma, **outs)
+    with x.device:
+        _launch(axes, (x, dy, gamma, None, dx, dgamma, dbeta), statistics, 0.0)
 
 
 def _launch(
-    cupy: Any, axes: tuple[int, ...], tensors: tuple[Any, ...], statistics: Statistics, eps: float
+    axes: tuple[int, ...], tensors: tuple[Any, ...], statistics: Statistics, eps: float
 ) -> None:
     """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
+    cupy = driver.import_cupy()
     x, dy, gamma, beta, _, dgamma, dbeta = tensors
     rows = statistics.rstd.size
     n = x.size // rows
@@ -108,29 +109,19 @@ def _launch(
             arrays.put_back(cupy, array, axes, made)
 
 
-@contextlib.contextmanager
-def _on_device_of(x: Any, **others: Any) -> Iterator[Any]:
-    """Give CuPy on the device of x, that of the others too; if its memory is not enough, say the cure."""
-    device = x.device
+def _check_device(x: Any, **others: Any) -> None:
+    """Raise ValueError unless the other arrays are on the device of x."""
+    device = x.device.id
     for name, array in others.items():
-        if array is not None and array.device.id != device.id:
+        if array is not None and array.device.id != device:
             msg = (
-                f"{name} must be on device {device.id}, like x, got device {array.device.id}; "
-                f"copy it there: with cupy.cuda.Device({device.id}): {name} = cupy.array({name})"
+                f"{name} must be on device {device}, like x, got device {array.device.id}; "
+                f"copy it there: with cupy.cuda.Device({device}): {name} = cupy.array({name})"
             )
             raise ValueError(msg)
-    try:
-        with device:
-            yield driver.import_cupy()
-    except MemoryError as error:
-        msg = (
-            f"too little memory on CUDA device {device.id} ({error}); let go of arrays and call "
-            "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
-        )
-        raise MemoryError(msg) from error
 
 
 def empty_like(like: Any) -> Any:
     """Return a new array, in C order, of the shape and dtype of another, and on its device."""
-    with _on_device_of(like) as cupy:
-        return cupy.empty(like.shape, like.dtype)
+    with like.device:
+        return driver.import_cupy().empty(like.shape, like.dtype)
