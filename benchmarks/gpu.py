@@ -200,24 +200,24 @@ def measure() -> dict[str, Any]:
     return head | {"times": times, "missing": missing}
 
 
-def page(measured: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> str:
     """Return the part of docs/how-to/gpu.md that is measured."""
-    ceiling = measured["ceiling"]
-    peers = dict.fromkeys(name for *_, times in measured["times"] for name in list(times)[2:])
+    ceiling = report["ceiling"]
+    peers = dict.fromkeys(name for *_, times in report["times"] for name in list(times)[2:])
     lines = []
-    for direction, shape, dtype, nbytes, times in measured["times"]:
+    for direction, shape, dtype, nbytes, times in report["times"]:
         best = times["graph"]
         ours = f"{1e6 * times['eager']:.0f}", f"{1e6 * best:.0f}", f"{nbytes / best / ceiling:.2f}"
         others = [f"{times[name] / best:.2f}" if name in times else "-" for name in peers]
         lines.append([direction, tuple(shape), dtype, *ours, *others])
     text = [
-        f"Ran on {measured['device']}: all checks passed. "
-        + origin_line("make gpu", measured["origin"]),
+        f"Ran on {report['device']}: all checks passed. "
+        + origin_line("make gpu", report["origin"]),
         f"Medians of {REPEATS} calls by CUDA events, with arrays that have left the cache.",
         f"The ceiling is {ceiling / 1e9:.0f} GB/s, that of a copy of 1 GiB in the same run.",
         "The last columns are a peer's time over ours in a graph.",
         table(["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers], lines),
-        *(f"Not timed: {peer}: {why}" for peer, why in list(measured["missing"].items())[:5]),
+        *(f"Not timed: {peer}: {why}" for peer, why in list(report["missing"].items())[:5]),
     ]
     return "\n\n".join(text)
 
