@@ -155,7 +155,7 @@ def outliers(rng, n):
 
 usual = lambda rng, dtype: np.add([[0], [1], [100]], rng.standard_normal((3, 33))).astype(dtype)
 ROWS = {"hard": hard} | {str(dtype): partial(usual, dtype=dtype) for dtype in DTYPES}
-ROWS |= {f"outliers in {n}": partial(outliers, n=n) for n in (64, 1024, 10_000)}
+ROWS["outliers"] = partial(outliers, n=10_000)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])

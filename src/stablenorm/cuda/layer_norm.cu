@@ -28,7 +28,7 @@ struct Parameters {
     double *rstd_lo, *mean_tail;    // the same, these and exponent with LN_PAIRS only
     short* exponent;      // (rows, 2), powers of two of mean_lo and of rstd
     Number* partials;     // (chunks, 2, n): dgamma, dbeta of each chunk; null if neither is wanted
-    unsigned* counter;    // and 32 bytes behind it boxes, with LN_PARTS; 0 before first use; left fit for the next launch
+    unsigned* counter;    // and, 32 bytes on, boxes if LN_PARTS > 1; zero before first use, and fit for the next launch
     long long rows, n, x_stride, dy_stride, out_stride;
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
     long long chunks;

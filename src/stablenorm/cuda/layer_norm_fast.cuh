@@ -112,7 +112,7 @@ struct Table {
 enum Next { SAME_CHUNK, NEXT_CHUNK, NO_ROW };
 
 // The statistics of a row and, once they are known, its row sums: the mean of g, and rstd**2 times that of
-// (g - mean of g) * (x - mean). All 0, a row adds 0. 32 bits number it: the statistics of more would fill a device.
+// (g - mean of g) * (x - mean). A record of zeros adds 0. 32 bits number it: the statistics of more would fill a device.
 struct __align__(16) Record {
     double mean, mean_lo, rstd, mean_g, slope;
     unsigned row;

@@ -69,7 +69,7 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
         gamma.widen(gamma_of(p));
         beta.widen(beta_of(p));
     }
-    if (threadIdx.x < SLOTS) barrier_init(&exchange.barriers[threadIdx.x], ROW_WARPS);
+    if (threadIdx.x < SLOTS) barrier_init(&exchange.barriers[threadIdx.x], WARPS_OF_ROW);
     // Orders the tables and the barriers before their use.
     __syncthreads();
     const long long step = (long long)gridDim.x * SLOTS;

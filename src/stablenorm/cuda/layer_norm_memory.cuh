@@ -6,7 +6,7 @@ constexpr int ROW_THREADS = LN_ROW_THREADS;
 constexpr int SLOTS = LN_SLOTS;
 constexpr int BLOCK = ROW_THREADS * SLOTS;
 constexpr int WARPS = BLOCK / WARP;
-constexpr int ROW_WARPS = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
+constexpr int WARPS_OF_ROW = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
 constexpr int VECTOR = 16 / sizeof(X);
 using Index = long long;
 
@@ -107,15 +107,15 @@ INLINE void for_each(Index n, F f, const Sources&... sources) {
 
 // Warps of a row, each of which leaves a number for the others.
 template <class T> struct Exchange {
-    T* parts;           // (2 turns, SLOTS, ROW_WARPS) in shared memory
+    T* parts;           // (2 turns, SLOTS, WARPS_OF_ROW) in shared memory
     Barrier* barriers;  // (SLOTS), of fast kernels: a barrier for each row of the block
     int turn;
 
     // Return what `mine`, the same in all lanes, combines to, warps in order. Every thread of the row must call it;
     // without barriers, of the block.
     template <class F> INLINE T over_warps(T mine, F combine) {
-        if (ROW_WARPS == 1) return mine;
-        T* row = parts + ((turn & 1) * SLOTS + slot()) * ROW_WARPS;
+        if (WARPS_OF_ROW == 1) return mine;
+        T* row = parts + ((turn & 1) * SLOTS + slot()) * WARPS_OF_ROW;
         const bool first = threadIdx.x % WARP == 0;
         if (first) row[row_thread() / WARP] = mine;
         // Each barrier orders what the warps leave before it is read; it is written again two turns from now, which
@@ -130,7 +130,7 @@ template <class T> struct Exchange {
         }
         ++turn;
         mine = row[0];
-        unrolled<ROW_WARPS - 1>([&](int w) { mine = combine(mine, row[w + 1]); });
+        unrolled<WARPS_OF_ROW - 1>([&](int w) { mine = combine(mine, row[w + 1]); });
         return mine;
     }
 };

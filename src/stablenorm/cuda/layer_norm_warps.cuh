@@ -1,13 +1,14 @@
-// The fast backward of layer_norm.cu by warps of three kinds, some rows apart, without a barrier of the block.
+// The fast backward of layer_norm.cu: warps of three kinds work on different rows, and no barrier stops the block.
+// docs/explanation/fusing.md has their timeline.
 //
 // Asking warps fetch rows, STAGES at a time. Row warps take a row each and find its row sums: mean of g, and
 // the slope. Column threads keep columns, and with them the sums over rows; they make dx. Three barriers of
 // a stage hand it on: it is full of a row, the row's sums are ready, it is empty again. If blocks share a row, its
-// row warps talk before the sums are ready (`share`): each turn waits for turns before it alone, so no block of a grid
-// that runs at once waits for ever.
+// row warps talk before the sums are ready (`share`): each posts its own before it waits for the others', and gets to a
+// turn once the turns before have ended, so no block of a grid that runs at once waits for ever.
 //
 // A barrier is awaited by its parity. So each stage belongs to one row warp and one asking warp: otherwise a
-// warp could be two turns of the stage ahead, and take the parity of the turn before for its own.
+// warp could be two rounds of the stage ahead, and take the parity of the round before for its own.
 
 constexpr int ROW_SUM_WARPS = LN_ROW_WARPS, ASKING_WARPS = WHOLE ? 1 : ROW_SUM_WARPS;
 static_assert(STAGES % ROW_SUM_WARPS == 0 && STAGES % ASKING_WARPS == 0, "a stage has one owner of each kind");
@@ -84,7 +85,7 @@ struct Pipeline {
     }
 
     INLINE void ask(int warp) const {
-        // One lane asks for bulk copies. The others would wait without meeting it, and might fall two turns behind.
+        // One lane asks for bulk copies. The others would not stay with it, and might miss a phase.
         if (BULK && threadIdx.x % WARP != 0) return;
         for_each_turn(warp, ASKING_WARPS, [&](int s, int round, long long row) {
             if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);
@@ -127,12 +128,12 @@ struct Pipeline {
         return over(sum);
     }
 
-    // Put together, of a row, what the row warps of its parts have: the mean of g, here near k; the mean of
-    // (g - k) * c; and that of c, which is x - mean. All parts get the same bits.
+    // Combine what the row warps of a row's parts have: the mean of g, here near k; the mean of (g - k) * c; and that
+    // of c, which is x - mean. All parts get the same bits.
     //
-    // A box of three words goes from each part to each. A word is empty if it is +0, and its reader empties it. So a
-    // warp, whose boxes are two for each way, fills one again after it has read the next one of the same block,
-    // whose writer had emptied the first one before. The fence orders that.
+    // A box of three words goes from each part to each. A word is empty if it is +0, and its reader empties it. A
+    // warp has two boxes to each part. It fills one again after it has read that part's next word, posted after that
+    // part had emptied the box. The fence orders the two.
     INLINE void share(int turn, Record& row, double k, double c) const {
         const int part = blockIdx.x % PARTS, other = threadIdx.x % PARTS;
         const bool speaks = threadIdx.x % WARP < PARTS;
@@ -192,13 +193,14 @@ struct Pipeline {
         });
     }
 
-    // Column threads follow the records, and keep no number of a row or a chunk: every register counts here.
+    // Column threads read the row and the step after it from the record, which saves registers.
     INLINE void keep_columns() const {
         int s = 0, parity = 0;
         for (Next next = SAME_CHUNK; next != NO_ROW;) {
             double sums[2][ELEMENTS] = {};
             unsigned row;
             do {
+                // `full` comes before `ready`, but makes the copies visible to this thread.
                 barrier_wait(&full[s], parity);
                 barrier_wait(&ready[s], parity);
                 next = records[s].next;
@@ -217,7 +219,7 @@ struct Pipeline {
 
     // Do vector v of the row in stage s; return the number of that row.
     INLINE unsigned keep_vector(int s, int v, double (&sums)[2][ELEMENTS]) const {
-        // The last vectors of a short row are looked at, and left alone.
+        // Threads past the end read the last vector, and store nothing.
         const int q = vector_of(v), seen = q < ROW_VECTORS ? q : ROW_VECTORS - 1;
         // Read again for each vector: kept, it would take ten registers too many.
         const Record row = records[s];
@@ -251,12 +253,12 @@ INLINE void do_rows(const Parameters& p, unsigned char* shared) {
     if (threadIdx.x < STAGES) {
         barrier_init(&line.full[threadIdx.x], BULK ? 1 : WARP);
         barrier_init(&line.ready[threadIdx.x], 1);
-        barrier_init(&line.empty[threadIdx.x], ROW_WARPS);
+        barrier_init(&line.empty[threadIdx.x], WARPS_OF_ROW);
         if constexpr (HAS_BULK) show_barriers();
     }
     // Orders the tables and the barriers before their use.
     __syncthreads();
-    const int warp = threadIdx.x / WARP - ROW_WARPS;
+    const int warp = threadIdx.x / WARP - WARPS_OF_ROW;
     if (warp < 0) line.keep_columns();
     else if (warp < ROW_SUM_WARPS) line.sum_rows(warp);
     else line.ask(warp - ROW_SUM_WARPS);

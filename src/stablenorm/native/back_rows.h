@@ -7,7 +7,7 @@ namespace {
 
 // Lanes of a row of the backward: two rows, with their sums and constants, fit 16 registers. AVX2, n = 1024: 1.90 10^9
 // elements a second; with eight lanes 1.58, or one row at a time 1.70.
-constexpr int B = 4;
+constexpr int LANES_BACK = 4;
 
 // m: of four elements of g, the one of smallest magnitude.
 template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n) {
@@ -21,14 +21,14 @@ template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n
 }
 
 // A row of the backward. plain, slope: A and B, the means of g - m and of its product with xhat. NEAREST: the errors of xhat,
-// `spread` >= rms(xhat), `size` >= rms(g - m), the errors of dx, and a bound for all dx of the row.
+// `spread` >= rms(xhat), `rms_g` >= rms(g - m), the errors of dx, and a bound for all dx of the row.
 template <class T> struct Back {
     const T *dy, *x;
     double mean, mean_lo, rstd, m;
     double *centered = nullptr, *g = nullptr;  // if KEPT: x, or CENTER x - mean, and g - m
     double plain = 0, slope = 0;
     Errors errors = {};
-    double spread = 0, size = 0;
+    double spread = 0, rms_g = 0;
     Errors of_dx = {};
     double bound = 0;
 };
@@ -50,7 +50,7 @@ template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 
 
 // Lanes of pass 1. NEAREST takes the widest register: correctly rounded results do not depend on the order of
 // the sums.
-template <bool NEAREST> constexpr int LANES_OF_PULL = NEAREST && (WIDEST > B) ? WIDEST : B;
+template <bool NEAREST> constexpr int LANES_OF_PULL = NEAREST && (WIDEST > LANES_BACK) ? WIDEST : LANES_BACK;
 template <bool NEAREST> using LanesOfPull = Lanes<LANES_OF_PULL<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
 
 // Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows, which FIRST begins. Row constants are local
@@ -103,9 +103,9 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
         row.plain = M::LAYER ? total(all.plain[r]) / (double)n : 0;  // (H + 2) u G
         row.slope = total(all.product[r]) / (double)n;               // (H + 5) u G + a |slope| + b |plain|
         if (!M::NEAREST) continue;
-        row.size = 1.01 * std::sqrt(total(all.square[r]) / (double)n);
-        row.of_dx = errors_of_dx(row.errors, row.rstd, row.size, std::fabs(row.plain), std::fabs(row.slope), chain);
-        row.bound = bound_of_dx(row.of_dx, row.rstd, row.size, row.spread, n);
+        row.rms_g = 1.01 * std::sqrt(total(all.square[r]) / (double)n);  // far above its roundings
+        row.of_dx = errors_of_dx(row.errors, row.rstd, row.rms_g, std::fabs(row.plain), std::fabs(row.slope), chain);
+        row.bound = bound_of_dx(row.of_dx, row.rstd, row.rms_g, row.spread, n);
     }
 }
 
@@ -116,14 +116,15 @@ template <class M> struct Projected {
         : mean(broadcast<L>(of.mean)), rstd(broadcast<L>(of.rstd)), m(broadcast<L>(-of.m)), p(broadcast<L>(-of.slope * of.rstd * of.rstd)),
           q(broadcast<L>(-(of.plain + of.slope * constant_of<M::CENTER>(of.mean, of.mean_lo, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
-        return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);  // errors_of_dx
+        return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);  // its error: errors_of_dx
     }
     INLINE Lanes<L> operator()(Lanes<L> d, Lanes<L> v, Lanes<L> u) const {
         return (*this)(M::CENTER ? minus(v, mean) : v, M::LAYER ? fma(d, u, m) : d * u);
     }
 };
 
-// The errors of xhat from the statistics: D**2 = q - 1 + eps rstd**2, since rstd**2 (var + eps) = 1; `spread` is sqrt(q).
+// The errors of xhat from the statistics: D**2 = q - 1 + eps rstd**2, since rstd**2 (var + eps) = 1; `spread` is sqrt(q). 2**-40 is
+// far above the roundings of D**2.
 template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double m, double chain) {
     double spread = c.spread[i], rstd = c.rstd[i], d_square = spread * spread - 1 + c.eps * rstd * rstd;
     return errors_of_xhat<LAYER>(spread, larger(d_square, 0) + 0x1p-40, m, chain);
@@ -135,7 +136,7 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     Projected<M> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
     Uncertified failed = {M::NEAREST ? uncertified->at : nullptr, 0};
-    // If v and v + 2 bound round alike, so does dx between them. v may be a midpoint, so `beside_midpoints` sets its last bit.
+    // v is dx less the bound: if v and v + 2 bound round alike, it is dx rounded. `beside_midpoints` moves v off midpoints.
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index count) INLINE_LAMBDA {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));

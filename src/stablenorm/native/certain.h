@@ -22,7 +22,7 @@
 // RMS norm: d, D, b and mean(g - m) are 0. A constant row has q = 0 and b = M u. A constant g has G = 0. A step whose
 // bound is 0 is exact.
 //
-// The test has three steps. A register at a time is tested by one bound for all of a row: |xhat| <= sqrt(n q) and
+// The test has two steps. A register at a time is tested by one bound for all of a row: |xhat| <= sqrt(n q) and
 // |g - m| <= sqrt(n) G. The elements of a register that fails are tested each by its own bound: the result less the bound,
 // and plus it, must round alike. A row with an element that fails is repeated in pairs.
 #pragma once
@@ -37,17 +37,17 @@ constexpr double U = 0x1p-53;
 // Like fmax: returns a if b is NaN.
 INLINE double larger(double a, double b) { return a < b ? b : a; }
 
-// The errors of a row: that of xhat is at most a |xhat| + b. m: M, or 0.
+// The errors of a row: that of xhat is at most a |xhat| + b. M: as above, or 0.
 struct Errors {
-    double a = 0, b = 0, m = 0;
+    double a = 0, b = 0, M = 0;
 };
 
-// Arguments are upper bounds of sqrt(q), D**2 and M, and H; m = 0 if x is centered first. D is replaced by 4 D**2 + 1 / 16,
-// which is no less, and equal at 1 / 8: the guess from 64 elements has about this D.
-template <bool LAYER> INLINE Errors errors_of_xhat(double spread, double d_square, double m, double chain) {
+// Arguments are upper bounds of sqrt(q), D**2 and M, and H; M = 0 if x is centered first. 4 D**2 + 1 / 16 stands for D: it is
+// no less, and equal at 1 / 8, which D is about for the guess from 64 elements.
+template <bool LAYER> INLINE Errors errors_of_xhat(double spread, double d_square, double M, double chain) {
     double var = (chain + 4) * spread * spread + (LAYER ? (8 * d_square + 0.125) * spread * chain + d_square : 0) + 1;
-    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * spread + m) : 0, m};
-    // A row without a small bound, NaN included, certifies nothing.
+    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * spread + M) : 0, M};
+    // A row without a small bound, NaN included, has infinite ones, and so certifies nothing.
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
@@ -70,30 +70,30 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
 // or bfloat16 passes the quick test. `may_differ` fails those of float16 itself.
 constexpr double LEAST_BOUND = 0x1p-134;
 
-// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. m: M for x that is not centered first, or 0.
-INLINE double bound_of_y(Errors of, double size, Index n, double m) {
-    return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * size) + of.b + 1.02 * U * m);
+// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. M: 0 for x that is centered first.
+INLINE double bound_of_y(Errors of, double spread, Index n, double M) {
+    return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * spread) + of.b + 1.02 * U * M);
 }
 template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
     return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
 }
 
 // The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then one bound for all dx of a row, and
-// the bound of each dx. `size` is G, as in Back.
-INLINE Errors errors_of_dx(Errors of, double rstd, double size, double plain, double slope, double chain) {
-    double both = (2 * of.a + 7 * U * of.m) * slope + (of.b + 6 * U) * (plain + slope);
-    return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * size + both)};
+// the bound of each dx. `rms_g` is G.
+INLINE Errors errors_of_dx(Errors of, double rstd, double rms_g, double plain, double slope, double chain) {
+    double both = (2 * of.a + 7 * U * of.M) * slope + (of.b + 6 * U) * (plain + slope);
+    return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * rms_g + both)};
 }
-INLINE double bound_of_dx(Errors of_dx, double rstd, double size, double spread, Index n) {
+INLINE double bound_of_dx(Errors of_dx, double rstd, double rms_g, double spread, Index n) {
     double root = std::sqrt((double)n), most = root * spread;  // most: the largest |xhat|
-    return of_dx.a * rstd * size * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
+    return of_dx.a * rstd * rms_g * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
 }
 template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) {
     return fma(like(v, of_dx.a), magnitude(v), fma(like(v, of_dx.b), magnitude(xhat), like(v, LAYER ? of_dx.b : 0)));
 }
 
 // The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root of sum v**2 sum w**2 stands
-// for sum |v w|, which may be far less.
+// for sum |v w|, which may be far less; 1.03 covers the roundings of the bound, and merging.
 INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> dy_squares, Lanes<8> xhat_squares, double rows) {
     return root(dy_squares) * fma(broadcast<8>(1.03 * worst.a), root(xhat_squares), broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
 }
@@ -102,9 +102,9 @@ INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> dy_squares, Lanes<8> xhat_sq
 // drops, neither a midpoint nor a number of the type lies between them.
 template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
-    Lanes<L, W> size = magnitude(most);
+    Lanes<L, W> positive = magnitude(most);
     I small = {};
-    if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
+    if (DIGITS<To> == 11) EACH small |= (I)positive.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
     return any_of<W>(differences(most, least), -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 

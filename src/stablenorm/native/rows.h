@@ -2,17 +2,18 @@
 // derivation.md derives the equations.
 //
 // Forward. Pass 1 (`measure`) sums both moments about a guess k of the mean: d = mean(x - k), s = mean((x - k)**2). Then
-// mean = k + d and var = s - d**2, for any k. The guess is the mean of 8 elements (NEAREST: 64), rounded to float32; x - k is
-// exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows d**2 <= 2 var, a
-// loss of log2(3) bits, and else repeats pass 1 with k + d, rounded: no element is nearer to the mean, so then d**2 <= var.
+// mean = k + d and var = s - d**2, for any k. The guess is the mean of 8 elements, equally spaced (NEAREST: of the first 64),
+// rounded to float32; x - k is exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows
+// d**2 <= 2 var, a loss of log2(3) bits, and else repeats pass 1 with k + d rounded to float32: no element is nearer to the
+// mean, so that d**2 <= var.
 // The sum mean + mean_lo is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - mean_lo) * rstd * gamma + beta.
 //
-// Backward (back_rows.h). m, the smallest of four g = gamma * dy, is subtracted from g, so that g - m is 0 where g is
-// constant. Pass 1 (`pull`) sums A = mean(g - m) and B = mean((g - m) * xhat); B is mean((g - mean(g)) * xhat), since
+// Backward (back_rows.h). m, of four g = gamma * dy the one of least magnitude, is subtracted from g, so that g - m is 0 where g is
+// constant. Pass 1 (`pull`) sums A = mean(g - m), `plain` in the code, and B = mean((g - m) * xhat), `slope`; B is mean((g - mean(g)) * xhat), since
 // mean(xhat) = 0. Pass 2 (`write_dx`) writes dx = rstd * ((g - m) - A - xhat * B). RMS norm: k = d = m = A = 0.
 //
-// Errors, u = 2**-53: a term of a sum along a row goes through at most H = 64 + n / 1024 + 4 additions (16 lanes), in the
-// backward 256 + n / 1024 + 2 (4 lanes). NEAREST sums are pairwise: H is log2(n) + 5, in the backward log2(n) + 13 to 15.
+// Errors, u = 2**-53: a term of a sum along a row goes through at most H = 1024 / 16 + n / 1024 + 4 additions (blocks of
+// 1024, 16 lanes), in the backward 1024 / 4 + n / 1024 + 2 (4 lanes). NEAREST sums are pairwise: H is log2(n) + 5, in the backward log2(n) + 13 to 15.
 // certain.h derives the NEAREST bounds from H, and docs/explanation/error-analysis.md explains them.
 //
 // Read next: lanes.h for the registers, certain.h for the rounding test, tiles.cpp for the loops over rows.
@@ -27,7 +28,7 @@
 
 namespace {
 
-constexpr int L = 16;          // lanes of the forward
+constexpr int L = 16;          // lanes, but for those of `pull`
 // Two rows of y share the loads of gamma and beta: n = 4096, 0.9 ns an element, row by row 1.1. Y_OF: columns of y written at
 // once. Types of 16 bits are rounded sixteen at a time: n = 1024, 0.30 ns, eight at a time 0.41.
 constexpr int ROWS_OF_Y = 2;
@@ -57,7 +58,7 @@ template <int R, class N> struct Along {
 };
 
 // Columns of a block, which are added one after the other. Longer rows add up the sums of blocks: errors grow with the block.
-template <bool NEAREST, Index SHORT> constexpr Index BLOCK = NEAREST ? SHORT : 1024;
+template <bool NEAREST, Index OF_NEAREST> constexpr Index BLOCK = NEAREST ? OF_NEAREST : 1024;
 
 // Adds the sums of blocks: one after the other or, NEAREST, pairwise (a stack of partial sums, merged like the carries of
 // a binary counter).
@@ -112,8 +113,8 @@ template <class T> INLINE double guess_of(const T* x, Index n) {
     return (f32)(total(load<8>((const T*)&sample)) * 0.125);
 }
 
-// The mean of the first 64 elements, for NEAREST, whose bounds grow with |d|. Of 20 backwards of (65536, 1024), 9 leave a
-// column uncertified; with `guess_of`, 13 do.
+// The mean of the first 64 elements, for NEAREST, whose bounds grow with |d|. Dgamma's bound too: of 20 backwards of
+// (65536, 1024), 9 leave a column uncertified; with `guess_of`, 13 do.
 template <class T> INLINE double better_guess_of(const T* x) {
     Lanes<L> sum = {};
     for (Index j = 0; j < 64; j += L) sum = sum + load<L>(x + j);
@@ -138,7 +139,7 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     measure_rows(x, rows, c.n, k, d, square);
     for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;  // H u rms(c); (H + 4) u of the square
     for (int r = 0; r < GROUP; r++) finish_statistics(k[r], d[r], square[r], eps, of, r);
-    // A guess from outliers alone: test_a_guess_of_outliers_alone_is_made_again (test_contracts.py) fails without this loop.
+    // A guess from outliers alone: test_statistics_are_near_the_exact_ones[outliers] fails without this loop.
     for (int r = 0; LAYER && r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
@@ -184,7 +185,7 @@ INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to 
 
 // Pass 2 of the forward: y of R rows of a group, from row r on; `ahead` is the distance of prefetches, in columns. NEAREST:
 // `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `uncertified`. Rows of
-// RMS norm, and NEAREST near rows, need no CENTER.
+// RMS norm need no CENTER, nor do, NEAREST, rows whose mean is near zero.
 template <int R, class M, bool PAST, class T, class To>
 NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& parameters, Index ahead,
                    Uncertified* uncertified = nullptr, const double* bounds = nullptr) {
@@ -210,11 +211,11 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
 #pragma GCC unroll 2
         for (int i = 0; i < R; i += AT_ONCE) {
             Lanes<Y> most[AT_ONCE], least[AT_ONCE];
-            for (int k = 0; M::NEAREST && k < AT_ONCE; k++) most[k] = fma(size, bound[i + k], v[i + k]), least[k] = fma(size, -bound[i + k], v[i + k]);
+            for (int a = 0; M::NEAREST && a < AT_ONCE; a++) most[a] = fma(size, bound[i + a], v[i + a]), least[a] = fma(size, -bound[i + a], v[i + a]);
             if (M::NEAREST && __builtin_expect(may_differ<To>(read<Lanes<AT_ONCE * Y>>(most), read<Lanes<AT_ONCE * Y>>(least)), 0))
-                for (int k = 0; k < AT_ONCE; k++)
-                    if (may_differ<To>(most[k], least[k])) failed[i + k].at[failed[i + k].count++] = j;
-            for (int k = 0; k < AT_ONCE; k++) store<PAST>(to[i + k] + j, v[i + k]);
+                for (int a = 0; a < AT_ONCE; a++)
+                    if (may_differ<To>(most[a], least[a])) failed[i + a].at[failed[i + a].count++] = j;
+            for (int a = 0; a < AT_ONCE; a++) store<PAST>(to[i + a] + j, v[i + a]);
         }
     }
     j = count * Y;

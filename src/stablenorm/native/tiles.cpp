@@ -37,13 +37,13 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (LAYER && c.mean_lo) c.mean[i] = of.mean[r], c.mean_lo[i] = of.mean_lo[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (NEAREST) {
-                double size = std::sqrt(of.square[r]) * of.rstd[r];
+                double spread = std::sqrt(of.square[r]) * of.rstd[r];
                 double d = of.d[r] * of.rstd[r];
                 // is_uncertified() centers x first, so its bound has no M term.
-                errors[r] = errors_of_xhat<LAYER>(size, d * d, 0, chain);
-                bounds[r] = bound_of_y(errors[r], size, c.n, near ? m_of(r) : 0);
+                errors[r] = errors_of_xhat<LAYER>(spread, d * d, 0, chain);
+                bounds[r] = bound_of_y(errors[r], spread, c.n, near ? m_of(r) : 0);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNCERTIFIED;
-                if (c.spread) c.spread[i] = size;
+                if (c.spread) c.spread[i] = spread;
             }
             y[r] = (T*)row_of(c.y, i);
         }
@@ -121,8 +121,8 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             if constexpr (sizeof(T) < 8) {
                 auto write = c.past ? write_dx<M, true, T, T> : write_dx<M, false, T, T>;
                 T* dx = (T*)row_of(c.y, top + r);
-                bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
-                if (M::NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
+                bool bounded = of.errors.a < 1 && of.rms_g < __builtin_inf();
+                if (M::NEAREST && bounded && of.rms_g == 0) {  // all of g - m is 0, and so is dx
                     memset(dx, 0, (size_t)c.n * sizeof(T));
                     continue;
                 }
