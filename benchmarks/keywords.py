@@ -196,9 +196,9 @@ def page(results: dict[str, Any]) -> str:
     ]  # fmt: skip
     return f"""float32 unless stated otherwise, {THREADS} threads, new arrays for the results. A ratio compares medians of calls
 that were timed in turns. "Over the plain call": the time of the call over that of a plain call on an x of this shape.
-"Around plain calls, over it": the same result computed by NumPy around plain calls, over the time of the call.
+"Time around plain calls / time here": the same result computed by NumPy around plain calls, over the time of the call.
 
-{table(("call", "time", "over the plain call", "around plain calls, over it"), lines)}
+{table(("call", "time", "over the plain call", "time around plain calls / time here"), lines)}
 
 {origin_line("make keywords", results["origin"])}
 """
@@ -207,7 +207,7 @@ that were timed in turns. "Over the plain call": the time of the call over that 
 def developers_table(results: dict[str, Any]) -> str:
     """Return the table of CONTRIBUTING.md: the place and the gain of each feature."""
     return table(
-        ("feature", "around plain calls, over it", "where it is"),
+        ("feature", "time around plain calls / time here", "where it is"),
         [
             (title, digits(around / call, 3), place)
             for title, place, call, _, around in results["ways"]

@@ -262,12 +262,12 @@ def _against_torch(results: Sequence[Result]) -> str:
         for suite in ("shapes", "kept")
     )
     lost = sum("slower" in compared(times["PyTorch"], times[OURS]) for times in cells)
-    text = f"PyTorch is faster in {lost} of {len(cells)} measured cells, all shapes, dtypes and directions."
+    text = f"Over all shapes, dtypes and directions, PyTorch is faster in {lost} of {len(cells)} cases."
     if on_one_allocator:
         ratios = [times["PyTorch"].median / times[OURS].median for times in on_one_allocator]
         mean = digits(math.prod(ratios) ** (1 / len(ratios)), 3)
         text += (
             " In the largest shapes most of the gap is memory, which stablenorm reuses. With both on an allocator "
-            f"that keeps its pages, PyTorch takes {mean} times as long (geometric mean of {len(ratios)})."
+            f"that keeps its pages, PyTorch takes {mean} times as long (geometric mean of {len(ratios)} cases)."
         )
     return text

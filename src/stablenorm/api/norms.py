@@ -46,15 +46,15 @@ def layer_norm(
     out : array, optional
         Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
     backend : {"native", "numpy", "cuda"}, optional
-        "native", the default, is C++, with the same bits on every processor. "numpy" is the reference,
-        the default, with a warning, where the kernels are not built. Both keep the accuracy contract.
-        Elements that do not cancel almost completely have the same bits in y and dx of up to 32 bits,
-        but for a few in 10^9; float64 results, dgamma and dbeta differ by an ulp at most. "cuda" is for
-        arrays on a CUDA device, which get no other: docs/how-to/gpu.md.
+        "native", the default, is C++, with the same bits on every processor. "numpy" is the reference;
+        without kernels it is the default, with a warning. Both keep the accuracy contract. In y and dx
+        of up to 32 bits, all but a few in 10^9 elements agree, unless they nearly cancel; float64
+        results, dgamma and dbeta differ by at most an ulp. "cuda" is for arrays on a CUDA device,
+        which use no other backend: docs/how-to/gpu.md.
     gamma_offset : float, default: 0
-        Added to `gamma`, exactly: 1 if gamma is stored less one. Finite.
+        Added to `gamma`, exactly: 1 if the array holds gamma - 1. Finite.
     rounding : {"fast", "nearest"}, default: "fast"
-        "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
+        "fast" is within the bound of the Notes. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
         return the same bits. It takes longer, and on arrays full of exact ties far longer.
     residual, where : array, optional
@@ -86,11 +86,11 @@ def layer_norm(
     float32 data. See "The accuracy contract" in the documentation.
 
     The dtype of x chooses the arithmetic. 16- and 32-bit data is computed in float64 and rounded once, float64
-    data in double-double. A gamma or beta of another dtype is widened exactly. Python's integers compute float64
-    rows with numbers beyond 2**200 or below 2**-200, and all rows if gamma or beta is such: far more slowly.
+    data in double-double. A gamma or beta of another dtype is widened exactly. float64 rows with numbers beyond
+    2**200 or below 2**-200 are computed in Python's integers, far more slowly; all rows are, if gamma or beta has such.
 
-    Arrays of any layout are copied to rows without gaps, a block at a time. NaN and infinity spoil
-    their own row only. With ``eps=0`` a row of zero variance is NaN.
+    Other layouts than rows without gaps are copied to such rows, a block at a time. NaN and infinity
+    spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
     Examples
     --------
@@ -118,15 +118,15 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`, which the
-        backward follows. The cache refers to `x`, or to a copy if it was in the other byte order.
+        As for `layer_norm`. The backward uses the same `eps`, `axis`, `backend`, `gamma_offset` and
+        `rounding`, which are as there. The cache refers to `x`, or to a copy if it was in the other byte order.
     gamma, beta : array, optional
         As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
-        Their gradients have their shapes. Each part of `x` with a gamma and beta of its own has the
-        bits of a call on it alone. Small parts take longer than one gamma for all.
+        Their gradients have their shapes. A part of `x` with its own gamma and beta has the bits of a
+        separate call. Many small parts take longer than one gamma for all.
     out : array, optional
-        As for `layer_norm`, but it may be `x` itself only with a `residual`, which does not keep `x`.
+        As for `layer_norm`, but it may be `x` itself only with a `residual`: the cache keeps the sum then.
     residual : array of the shape of x, optional
         Added to `x` first; of any of the four dtypes. The sum is rounded once to the dtype of `x` and
         normalized. It is ``cache.x``, for the next residual.
@@ -186,8 +186,8 @@ def layer_norm_backward(
         Arrays to write dx, dgamma and dbeta into; None for those to be allocated. They may not
         overlap one another or an input, but dx may be exactly `dy`.
     dsum : array of the shape of x, optional
-        Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
-        of the next residual. dx is then the gradient of `x` and of the residual alike.
+        Added to dx before that is rounded: the gradient of ``s = x + residual`` from its other use, as
+        the next residual. dx is then the gradient of `x` and of the residual alike.
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
         remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives (B,
@@ -195,7 +195,7 @@ def layer_norm_backward(
     dmean, drstd : array of the shape of cache.mean, optional
         Cotangents of `cache.mean` and `cache.rstd`, if something was computed from these. They add
         ``dmean / n - drstd rstd**2 xhat / n`` to dx, before it is rounded; with a mask, n is the
-        number of True in the row. By the slow reference.
+        number of True in the row. The slow reference computes them.
     accumulate : bool, default: False
         Add to the dgamma and dbeta that are in `out`, as micro-batches need: each becomes the exact
         old value plus the exact sum, rounded once. dx is not added to.
@@ -256,7 +256,7 @@ def rms_norm(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are all the rest and the errors; not for CUDA arrays.
+        All parameters and errors are as for `layer_norm`; CUDA arrays are refused.
     eps : float, default: 1e-5
         Added to the mean square before the square root. Finite and >= 0.
 
@@ -296,8 +296,8 @@ def rms_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm_forward`, and so are all the rest, the results and the errors. The cache is
-        for `rms_norm_backward`, and has of each row the reciprocal root mean square alone: 8 bytes (16
+        All parameters, results and errors are as for `layer_norm_forward`. The cache is for
+        `rms_norm_backward`, and holds one number per row, the reciprocal root mean square: 8 bytes (16
         with float64 data; 8 more with ``rounding="nearest"``).
 
     Examples
@@ -325,7 +325,7 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so are all the rest and the errors; the cache is that of
+        All parameters and errors are as for `layer_norm_backward`; the cache is that of
         `rms_norm_forward`. There is no `dmean`.
 
     Notes

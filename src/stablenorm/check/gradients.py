@@ -23,11 +23,11 @@ def check_gradients(
     *, names: Sequence[str] | None = None, scales: Sequence[Any] | None = None, rng: Any = None,
     probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
 ) -> GradientReport:  # fmt: skip
-    r"""
+    """
     Compare the gradients that `backward` returns with finite differences of `forward`.
 
     There is no tolerance to choose: every numeric derivative comes with an estimate of its own
-    error, and an element is accepted iff \|actual - numeric\| <= bound_numeric + bound_actual.
+    error. An element is accepted if ``|actual - numeric| <= bound_numeric + bound_actual``.
 
     Parameters
     ----------
@@ -46,14 +46,14 @@ def check_gradients(
     scales : sequence, optional
         For each argument the length over which the forward changes appreciably: positive, a scalar or
         an array that broadcasts to it. Default, and None: the standard deviation along the last axis.
-        Never \|x\|: a forward that ignores an offset is left behind by such a step.
+        Do not pass ``|x|``: under a large offset such a step is far too long.
     rng : int or numpy.random.Generator, optional
         For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
     probes, max_elements : int, default: 3 and 64
-        An argument of at most `max_elements` is checked in all of them, a larger one in 12 (first,
+        An argument of at most `max_elements` is checked in all its elements, a larger one in 12 (first,
         last, ends of blocks, extremes, random) and along `probes` random directions.
     progress : callable, optional
-        Called as ``progress(done, total)``, in derivatives.
+        Called as ``progress(done, total)``, which count derivatives.
 
     Returns
     -------
@@ -63,8 +63,8 @@ def check_gradients(
         - FAIL if an element differs by more than both bounds; if a gradient is missing, has a wrong
           shape, is not floating or not finite; or if the contract is broken: inputs are modified,
           results are random, or the backward is not linear in dy;
-        - INCONCLUSIVE if both bounds together exceed 1e-3 of the element and of the RMS of the
-          gradient (16 roundings of its dtype, where that is more); if the secants have no limit; if
+        - INCONCLUSIVE if both bounds together exceed 1e-3, or 16 roundings of its dtype if those are
+          more, of the element and of the RMS of the gradient; if the secants have no limit; if
           half the elements or more are at kinks; if the forward raises; or if nothing was compared;
         - PASS otherwise.
 
@@ -76,11 +76,13 @@ def check_gradients(
 
     Notes
     -----
-    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` adds up half an
-    ulp; 4 u (\|actual\| + RMS), where u is the unit roundoff of the gradient's dtype and RMS is along
-    the last axis; 4 sqrt(terms) u' RMS for sums, where u' is u or that of float32, whichever is less;
-    the noise of the forward over the argument's scale; and 16 times the departure of the backward
-    from being linear in dy, at most 256 u RMS. Noise and departure are measured.
+    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` is the sum of, with u the unit
+    roundoff of the gradient's dtype and RMS along the last axis:
+
+    - half an ulp, and ``4 u (|actual| + RMS)``;
+    - for sums, ``4 sqrt(terms) RMS`` times u or that of float32, whichever is less;
+    - the measured noise of the forward, divided by the argument's scale;
+    - 16 times the measured departure of the backward from being linear in dy, at most ``256 u RMS``.
 
     Elements at a kink are not judged; a finding of the layer "smoothness" names them. Check code with
     kinks in float64: in float32 short steps drown in rounding.

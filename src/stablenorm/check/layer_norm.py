@@ -30,9 +30,9 @@ def check_layer_norm(
     """
     Check a layer normalization over the last axis, and name what is wrong with it.
 
-    Everything that `check_gradients` does, and more: the checker's own closed form judges every
-    element to rounding, with finite differences as the independent witness; then come rows alone
-    and hard inputs. A wrong gradient is traced to its wrong term, if the mistake is common.
+    The checker compares every element with its own closed form, to rounding; finite differences, as
+    in `check_gradients`, confirm. Then it tests single rows and hard inputs. It names the wrong term
+    of a wrong gradient, if the mistake is common.
 
     Parameters
     ----------
@@ -45,19 +45,19 @@ def check_layer_norm(
         and what it returned after y.
     x, gamma, beta : array, optional
         Input, (..., n), and scale and shift, (n,). Not modified. Default: random float64, x of
-        (4, 8), gamma of both signs, beta different from 0. With `x` given, None is passed on.
+        (4, 8), gamma of both signs, beta different from 0. If `x` is given, None stays None.
     eps : float, default: 1e-5
         Passed on, finite and >= 0.
     gamma_offset : float, default: 0
-        What the forward itself adds to gamma: 1 where gamma is stored less one. It is not passed on.
+        What the forward itself adds to gamma: 1 if the array holds gamma - 1. It is not passed on.
     rng, probes, max_elements, progress : optional
         As for `check_gradients`; `rng` is for the default data as well.
 
     Returns
     -------
     GradientReport
-        A finding that fails makes the verdict FAIL. `diagnosis` names common mistakes, where they
-        explain every element to rounding and nothing simpler does.
+        A finding that fails makes the verdict FAIL. `diagnosis` names common mistakes, if they
+        explain every element to rounding and no simpler mistake does.
 
     Raises
     ------
@@ -67,8 +67,8 @@ def check_layer_norm(
     Notes
     -----
     Code that is right but less accurate than two passes in the given dtypes gets a NOTE: a variance
-    from E[x^2] - E[x]^2 under an offset, for example. float64 results that are right to float32 only
-    are wrong. Finite differences of float32 are too coarse for a verdict: the closed form decides
+    from E[x^2] - E[x]^2 under an offset, for example. float64 results with the accuracy of
+    float32 FAIL. Finite differences of float32 are too coarse for a verdict: the closed form decides
     alone, unless an offset leaves x too few digits (INCONCLUSIVE).
 
     Examples

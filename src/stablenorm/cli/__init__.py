@@ -92,7 +92,7 @@ def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stablenorm",
-        description="Layer normalization and its gradients, within 0.501 ulp of the exact result.",
+        description="Layer normalization and its gradients, within 0.501 ulp of the exact result (float64 dx: 0.75).",
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

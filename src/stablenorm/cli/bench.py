@@ -1,5 +1,5 @@
 """
-Time forward and backward on your shapes, beside a copy of memory.
+Time forward and backward on your shapes, and a copy of memory.
 
 The backends take turns. The last axis is normalized.
 

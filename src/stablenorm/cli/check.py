@@ -2,7 +2,7 @@
 Check a layer or RMS norm of yours: runs your file, names common mistakes.
 
 The check compares gradients with finite differences and a closed form, also on
-hard inputs. Its report names the smallest error that it would have seen.
+hard inputs. Its report states the smallest error that it could see.
 
 examples:
   stablenorm check mine.py
@@ -20,12 +20,12 @@ The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param,
 ...), otherwise by order; gamma and beta may be missing. The cache may be
-anything. Without a cache, backward(dy, x, gamma, mean, rstd) gets the arguments
-of the forward, and its results after y. Gradients may come as a tuple or, by
-name, as a dict. The check finds and reports an eps fixed inside the forward.
+anything. Without one, the backward (dy, x, gamma, mean, rstd) gets the
+forward's arguments and its results after y. Gradients may come as a tuple or,
+by name, as a dict. The check finds and reports an eps fixed in the forward.
 
-A class is made with n, (n,) or nothing. Its gamma and beta are attributes or
-members of params, from the start or after the first forward; its backward
+The class is called with n, (n,) or nothing. Its gamma and beta are attributes
+or members of params, from the start or after the first forward; its backward
 returns their gradients, or stores them in attributes (dgamma, grad_weight,
 gamma.grad, ...) or in grads. Its forward, or __call__, may take gamma and beta
 with x.
@@ -68,7 +68,7 @@ OPTIONS = {
     "--class": "class with forward(x) and backward(dy); default: the only one in the file",
     "--kind": ("kind of the norm; default: the kind in its name, or layer", {"default": None}),
     "--gamma-offset": "number that the forward itself adds to gamma; default: 0",
-    "--shape": "shape of x; default: 2 3 8, or 6 8 if the code does not take that",
+    "--shape": "shape of x; default: 2 3 8, or 6 8 if the code needs two axes",
     "--dtype": (
         "dtype of x, gamma, beta; default: float64, which shows the smallest errors",
         {"choices": ("float64", "float32"), "default": "float64"},

@@ -3,7 +3,8 @@ Compute y, dx, dgamma and dbeta of the arrays in a file, and check them.
 
 The checks use the exact result, finite differences and a closed form. The
 report adds the error of the usual two-pass formula, the bits that other
-methods lose, and the cost of the norm. The last axis of x is normalized.
+methods lose, and the operations and bytes of the norm. The last axis of x is
+normalized.
 
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
@@ -11,7 +12,7 @@ examples:
   stablenorm run mine.npz --kind rms   an RMS norm
   stablenorm run arrays/      the same from x.npy, gamma.npy, ...
   stablenorm run mine.npz --out res.npz --html page.html
-  stablenorm run --digests    has rounding="nearest" the published bits here?
+  stablenorm run --digests    are the bits of rounding="nearest" as published?
 
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
@@ -46,10 +47,10 @@ from stablenorm.types import Array
 
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
-    "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
+    "gamma, beta, dy, eps; or an .npy file with x alone; default: the bundled data",
     "--kind": "kind of the norm; default: layer",
     "--eps": "default: eps of the file, or 1e-5",
-    "--rounding": "nearest: the check fails unless every element is correctly rounded; default: fast",
+    "--rounding": "nearest: compute and require correctly rounded results; default: fast",
     "--seed": "seed of a random dy, if the file has no dy; default: 0",
     "--out": "write y, dx, dgamma and dbeta to this file",
     "--html": "write the report with a picture, as a page for a browser",

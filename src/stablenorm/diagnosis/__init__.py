@@ -194,8 +194,7 @@ def diagnose(
     Parameters
     ----------
     x : array
-        Data: float16, bfloat16, float32 or float64, any number of leading dimensions, any
-        strides. Not modified.
+        Data: float16, bfloat16, float32 or float64, of any dimensions and strides. Not modified.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     kind : {"layer", "rms"}, default: "layer"
@@ -223,8 +222,8 @@ def diagnose(
 
     Notes
     -----
-    Bits lost: log2 of the RMS error of y over the row, in units of ``2**-p max(rms(y), smallest
-    normal)``, between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
+    The bits lost are log2 of the RMS error of y over the row, in units of ``2**-p max(rms(y),
+    smallest normal)``: between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
     measured against 1. gamma and beta are left out.
 
     The methods compute in float32, or in float64 for float64 data, with several running sums, as
@@ -233,9 +232,9 @@ def diagnose(
     a mean and an rstd rounded to that format.
 
     The condition number of y is ``rms(x) / std``. The one of dx, ``rms(x) std / (var + eps)``, is for
-    a cotangent orthogonal to 1 and xhat, as a random one of more than two elements nearly is. Those
-    of RMS norm are at most 1, as nothing cancels without a mean; it loses bits if x^2 is held in too
-    narrow a format: in float16 the square of 256 overflows.
+    a cotangent orthogonal to 1 and xhat, as a random one nearly is if n > 2. Those of RMS norm are at
+    most 1, since nothing cancels without a mean; RMS norm loses bits if x^2 is held in too narrow a
+    format: in float16 the square of 256 overflows.
 
     Examples
     --------

@@ -55,10 +55,10 @@ def exact_layer_norm(
     residual : array of the shape of x, optional
         Added to `x`, and the sum rounded once to the dtype of `x`, before it is normalized.
     where : array of bool, optional
-        Broadcast against `x`. Elements where it is False are in no statistic and in no sum over
-        rows, and are not read; y, ty and the norm's own part of dx are 0 there.
+        Broadcast to the shape of `x`. Elements where it is False are in no statistic and in no sum
+        over rows, and are not read; y, ty and dx without dsum are 0 there.
     dsum : array of the shape of x, optional
-        Added to dx: the cotangent of what is normalized, apart from that of y.
+        Added to dx: the gradient of what is normalized from its other use, as the next residual.
     dmean, drstd : array of shape (..., 1), optional
         The cotangents of the mean and of rstd. Their gradients are added to dx.
     accumulate : pair of array of shape (n,) or None, optional

@@ -27,13 +27,13 @@ cotangents of the statistics (dmean, drstd) and of the residual stream (dsum) ad
 
     dx += dsum + dmean / n - drstd * rstd**2 * xhat / n
 
-docs/explanation/derivation.md derives these lines, and its steps are checked with symbols. Three facts
+docs/explanation/derivation.md derives these lines, and a test checks its steps symbolically. Three facts
 shape the code:
 
 - gamma comes *before* the means. They mix the elements of a row, and each element must have its own
   gamma by then. Applying gamma to the result is right for batch normalization, and wrong here.
-- The Jacobian of xhat, ``rstd * (I - 1 1'/n - xhat xhat'/n)``, is symmetric and exact with eps
-  included. So the same `project` serves the backward (applied to g) and the jvp (applied to a
+- The Jacobian of xhat, ``rstd * (I - 1 1'/n - xhat xhat'/n)``, is symmetric and holds with
+  eps. So the same `project` serves the backward (applied to g) and the jvp (applied to a
   tangent).
 - Because mean(xhat) = 0, ``mean(g * xhat) = mean((g - mean(g)) * xhat)``. In floating point the right
   side is better: with a large mean(g) the products g * xhat are large and cancel, but their
@@ -42,7 +42,7 @@ shape the code:
 Precision
 ---------
 float16, bfloat16 and float32 data are computed in float64 and rounded once. float64 data are computed by the same
-lines on `Pair`, double-double numbers. In both, the mean is corrected by the mean of what subtracting it leaves: this
+lines on `Pair`, double-double numbers. In both, the reference corrects the mean by the mean of what subtracting it leaves. This
 makes constant rows exact, and rows whose elements differ in their last bit accurate
 (docs/explanation/error-analysis.md). `blocks` runs these lines on blocks of rows, and `uncertified` does rows whose
 products could leave the range of float64 with integers.
@@ -59,7 +59,7 @@ FLOAT64 = np.dtype(np.float64)
 
 
 def row_mean(v: Any, count: Any = None) -> Any:
-    """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
+    """Return the mean of each row, over n or, if all others are 0, over `count` elements."""
     if isinstance(v, Pair):
         columns = sum_rows(Pair(v.high.T, v.low.T))
         total: Any = Pair(columns.high.T, columns.low.T)
@@ -101,7 +101,7 @@ def project(v: Any, xhat: Any, kind: str = "layer", mean: Callable[[Any], Any] =
 
 
 def center(x: Any, kind: str, mean: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """Return x less its row mean, and the mean as a float64 and the rest; RMS norm has no mean."""
+    """Return x less its row mean, the mean in float64, and the rest of it; RMS norm has no mean."""
     if kind == "rms":
         return x, None, None
     first = round_to(mean(x), FLOAT64)
@@ -123,5 +123,5 @@ def restore(x: Any, mean: Any, mean_lo: Any, rstd: Any) -> Any:
 
 
 def rsqrt(v: Any) -> Any:
-    """Return ``v**-0.5``; of infinity NaN, as an infinite element makes all of an RMS norm's row."""
+    """Return ``v**-0.5``; NaN for infinity, which spoils the whole row of an RMS norm."""
     return v.rsqrt() if isinstance(v, Pair) else 1.0 / np.sqrt(v) + (v - v)
