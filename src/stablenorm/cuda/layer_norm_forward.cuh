@@ -3,8 +3,9 @@
 // The threads of a row ask for it some rows ahead, hold it in registers, and exchange two sums. The first element k
 // is a guess of the mean. Moments about k give mean = k + d and var = mean((x - k)^2) - d^2, for any k. The
 // subtraction cancels if k is far from the mean: it has lost three bits of 53 where d^2 > 8 var, and there the
-// moments are taken once more, about k + d. The mean is kept as two words, since one would have too few digits for
-// a row whose elements differ in their last bit. Read next: layer_norm_short.cuh, the backward of such rows.
+// moments are taken once more, about k + d. (rows.h allows 2 var, for a guess from more elements: every sixth element of
+// a normal row is farther than that from the mean.) The mean is kept as two words, since one would have too few digits
+// for a row whose elements differ in their last bit. Read next: layer_norm_short.cuh, the backward of such rows.
 
 // Rows up to here have tables of gamma and beta; longer ones read them again, from the caches.
 constexpr bool TABLES = N <= 4096;

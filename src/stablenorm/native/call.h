@@ -79,7 +79,8 @@ struct Call {
     bool past = false, ahead = false;  // non-temporal stores; prefetches
     bool staged = false;               // results go through a scratch row, where they are added to and rounded
 
-    // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the range of its dy.
+    // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the range of
+    // its dy or, in float64, the worst errors of its rows.
     double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr, *sizes = nullptr;
     double *sums = nullptr, *ranges = nullptr;
     double* own = nullptr;
@@ -111,7 +112,7 @@ struct Own {
     double *zeros;              // a row of zeros, in the place of a hard row
     double *xhat;               // pairs, for each row of a group
     double *kept;               // x - mean and g - m of types of 16 bits, for this group and the next
-    double *high, *low, *size;  // a row of results
+    double *high, *low, *size;  // a row of results; in float64, `low` and `size` hold columns that are uncertified
 
     Own(const Call& c, Arena& arena) {
         Index p = c.padded_n(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four

@@ -135,6 +135,7 @@ INLINE void finish_statistics(double k, double d, double square, double eps, Sta
 template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
     double k[GROUP] = {}, d[GROUP] = {}, square[GROUP] = {}, eps = c.eps, n = (double)c.n;
     auto measure_rows = c.nearest ? measure<LAYER, true, T> : measure<LAYER, false, T>;
+    // 64 elements are a large part of a row of less than 256.
     for (int r = 0; LAYER && r < rows; r++) k[r] = c.nearest && c.n >= 256 ? better_guess_of(x[r]) : guess_of(x[r], c.n);
     measure_rows(x, rows, c.n, k, d, square);
     for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;  // H u rms(c); (H + 4) u of the square
