@@ -98,7 +98,7 @@ def test_row_strides_need_no_copy_and_gaps_within_rows_do(launches, cupy, rng, v
     expected, _ = assert_as_on_the_host((see(x), None, None, see(dy)), fake.ndarray)
     assert len(cupy.copied) == copies
     assert len(launches) == 2
-    # And back, where there are as many elements as places.
+    # Results go back, where there are as many elements as places.
     if view != "one row for all":
         out = fake.ndarray(see(np.empty_like(x)))
         assert_bits(layer_norm(fake.ndarray(see(x)), out=out), expected)

@@ -108,7 +108,7 @@ struct Table {
 
 // ---- the backward of a row ----
 
-// What a block does after a row.
+// The next step of a block after a row.
 enum Next { SAME_CHUNK, NEXT_CHUNK, NO_ROW };
 
 // The statistics of a row and, once they are known, its row sums: the mean of g, and rstd**2 times that of
