@@ -25,15 +25,15 @@ __all__ = [
     "ContractResult", "ExactNorm", "exact_double_backward", "exact_layer_norm", "exact_rms_norm",
 ]  # fmt: skip
 
-Maybe = Array | None
+ArrayOrNone = Array | None
 
 
 def exact_layer_norm(
-    x: Array, gamma: Maybe = None, beta: Maybe = None, eps: float = 1e-5, dy: Maybe = None, *,
-    gamma_offset: float = 0.0, residual: Maybe = None, where: Maybe = None,
-    dsum: Maybe = None, dmean: Maybe = None, drstd: Maybe = None,
-    accumulate: tuple[Maybe, Maybe] = (None, None),
-    tx: Maybe = None, tgamma: Maybe = None, tbeta: Maybe = None,
+    x: Array, gamma: ArrayOrNone = None, beta: ArrayOrNone = None, eps: float = 1e-5, dy: ArrayOrNone = None, *,
+    gamma_offset: float = 0.0, residual: ArrayOrNone = None, where: ArrayOrNone = None,
+    dsum: ArrayOrNone = None, dmean: ArrayOrNone = None, drstd: ArrayOrNone = None,
+    accumulate: tuple[ArrayOrNone, ArrayOrNone] = (None, None),
+    tx: ArrayOrNone = None, tgamma: ArrayOrNone = None, tbeta: ArrayOrNone = None,
 ) -> ExactNorm:  # fmt: skip
     """
     Return the exact layer norm of `x` over its last axis, to measure implementations against.
@@ -101,7 +101,7 @@ def exact_layer_norm(
 
 
 def exact_rms_norm(
-    x: Array, gamma: Maybe = None, beta: Maybe = None, eps: float = 1e-5, dy: Maybe = None,
+    x: Array, gamma: ArrayOrNone = None, beta: ArrayOrNone = None, eps: float = 1e-5, dy: ArrayOrNone = None,
     **options: Any,
 ) -> ExactNorm:  # fmt: skip
     """
@@ -126,8 +126,8 @@ def exact_rms_norm(
 
 
 def exact_double_backward(
-    ddx: Array, dy: Array, x: Array, gamma: Maybe = None, eps: float = 1e-5, *,
-    ddgamma: Maybe = None, ddbeta: Maybe = None, gamma_offset: float = 0.0, kind: str = "layer",
+    ddx: Array, dy: Array, x: Array, gamma: ArrayOrNone = None, eps: float = 1e-5, *,
+    ddgamma: ArrayOrNone = None, ddbeta: ArrayOrNone = None, gamma_offset: float = 0.0, kind: str = "layer",
 ) -> ExactNorm:  # fmt: skip
     """
     Return the exact pullback of the backward: of its dx, dgamma, dbeta to its dy, x and gamma.
@@ -165,7 +165,7 @@ def exact_double_backward(
 
 def _exact(
     kind: str, quantities: dict[str, Quantity], x: Array, eps: float, gamma_offset: float,
-    where: Maybe, **arguments: Maybe,
+    where: ArrayOrNone, **arguments: ArrayOrNone,
 ) -> ExactNorm:  # fmt: skip
     """Check the arguments, named as in a `Row`, and make them an `ExactNorm`."""
     x = np.asarray(x)
