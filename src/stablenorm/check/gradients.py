@@ -63,8 +63,8 @@ def check_gradients(
         - FAIL if an element differs by more than both bounds; if a gradient is missing, has a wrong
           shape, is not floating or not finite; or if the contract is broken: inputs are modified,
           results are random, or the backward is not linear in dy;
-        - INCONCLUSIVE if both bounds together exceed 1e-3, or 16 roundings of its dtype if those are
-          more, of the element and of the RMS of the gradient; if the secants have no limit; if
+        - INCONCLUSIVE if both bounds together exceed 1e-3, or 16 roundings of the gradient's dtype
+          if those are more, of the element and of the gradient's RMS; if the secants have no limit; if
           half the elements or more are at kinks; if the forward raises; or if nothing was compared;
         - PASS otherwise.
 

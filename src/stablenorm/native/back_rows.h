@@ -123,8 +123,8 @@ template <class M> struct Projected {
     }
 };
 
-// The errors of xhat from the statistics: D**2 = q - 1 + eps rstd**2, since rstd**2 (var + eps) = 1; `spread` is sqrt(q). 2**-40 is
-// far above the roundings of D**2.
+// The errors of xhat from the statistics: D**2 = q - 1 + eps rstd**2, since rstd**2 (var + eps) = 1; `spread` is sqrt(q).
+// 2**-40 is far above the roundings of D**2.
 template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double m, double chain) {
     double spread = c.spread[i], rstd = c.rstd[i], d_square = spread * spread - 1 + c.eps * rstd * rstd;
     return errors_of_xhat<LAYER>(spread, larger(d_square, 0) + 0x1p-40, m, chain);

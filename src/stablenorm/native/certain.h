@@ -93,7 +93,7 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 }
 
 // The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root of sum v**2 sum w**2 stands
-// for sum |v w|, which may be far less; 1.03 covers the roundings of the bound, and merging.
+// for sum |v w|, which may be far less; 1.03: 2 % for terms of u**2, 1 % for merging.
 INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> dy_squares, Lanes<8> xhat_squares, double rows) {
     return root(dy_squares) * fma(broadcast<8>(1.03 * worst.a), root(xhat_squares), broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
 }

@@ -3,17 +3,19 @@
 //
 // Forward. Pass 1 (`measure`) sums both moments about a guess k of the mean: d = mean(x - k), s = mean((x - k)**2). Then
 // mean = k + d and var = s - d**2, for any k. The guess is the mean of 8 elements, equally spaced (NEAREST: of the first 64),
-// rounded to float32; x - k is exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows
-// d**2 <= 2 var, a loss of log2(3) bits, and else repeats pass 1 with k + d rounded to float32: no element is nearer to the
-// mean, so that d**2 <= var.
-// The sum mean + mean_lo is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - mean_lo) * rstd * gamma + beta.
+// rounded to float32; x - k is exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean:
+// `statistics` allows d**2 <= 2 var, a loss of log2(3) bits, and else repeats pass 1 with k + d rounded to float32: no element
+// is nearer to the mean, so that d**2 <= var. The sum mean + mean_lo is k + d exactly. Pass 2 (`write_y`) writes
+// y = (x - mean - mean_lo) * rstd * gamma + beta.
 //
-// Backward (back_rows.h). m, of four g = gamma * dy the one of least magnitude, is subtracted from g, so that g - m is 0 where g is
-// constant. Pass 1 (`pull`) sums A = mean(g - m), `plain` in the code, and B = mean((g - m) * xhat), `slope`; B is mean((g - mean(g)) * xhat), since
-// mean(xhat) = 0. Pass 2 (`write_dx`) writes dx = rstd * ((g - m) - A - xhat * B). RMS norm: k = d = m = A = 0.
+// Backward (back_rows.h). m, of four g = gamma * dy the one of least magnitude, is subtracted from g, so that g - m is 0 where
+// g is constant. Pass 1 (`pull`) sums A = mean(g - m), `plain` in the code, and B = mean((g - m) * xhat), `slope`; B is
+// mean((g - mean(g)) * xhat), since mean(xhat) = 0. Pass 2 (`write_dx`) writes dx = rstd * ((g - m) - A - xhat * B).
+// RMS norm: k = d = m = A = 0.
 //
-// Errors, u = 2**-53: a term of a sum along a row goes through at most H = 1024 / 16 + n / 1024 + 4 additions (blocks of
-// 1024, 16 lanes), in the backward 1024 / 4 + n / 1024 + 2 (4 lanes). NEAREST sums are pairwise: H is log2(n) + 5, in the backward log2(n) + 13 to 15.
+// Errors, u = 2**-53: a term of a sum along a row goes through at most H = 1024 / 16 + n / 1024 + 4 additions (blocks of 1024,
+// 16 lanes), in the backward 1024 / 4 + n / 1024 + 2 (4 lanes). NEAREST sums are pairwise: H is log2(n) + 5, in the backward
+// log2(n) + 13 to 15.
 // certain.h derives the NEAREST bounds from H, and docs/explanation/error-analysis.md explains them.
 //
 // Read next: lanes.h for the registers, certain.h for the rounding test, tiles.cpp for the loops over rows.
