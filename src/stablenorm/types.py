@@ -80,17 +80,7 @@ class Statistics(NamedTuple):
 
     def of_rows(self, rows: Any) -> "Statistics":
         """Return the statistics of some rows."""
-        return Statistics._make(None if word is None else word[rows] for word in self)
-
-
-def joined(parts: list[Statistics]) -> Statistics:
-    """Return the statistics of successive parts as those of all rows; keep the words that all parts have."""
-    if len(parts) == 1:
-        return parts[0]
-    return Statistics._make(
-        None if any(word is None for word in words) else np.concatenate(words)
-        for words in zip(*parts, strict=True)
-    )
+        return Statistics._make([None if word is None else word[rows] for word in self])
 
 
 # The names of the gradients, in their order.
