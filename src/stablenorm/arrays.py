@@ -123,6 +123,14 @@ def empty_like(like: Array) -> Array:
 
 # ---- rows ----
 
+# A backend does not write over its input but in a plain call.
+IN_PLACE = False
+
+
+def contiguous(array: Array) -> Array:
+    """Return an array in C order."""
+    return np.ascontiguousarray(array)
+
 
 def empty(shape: tuple[int, ...], like: Array) -> Array:
     """Return a new array, in C order, of the dtype of another."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import check_dtype, parse
-from stablenorm.reference.blocks import BLOCK
+from stablenorm.reference.equations import BLOCK
 
 DIRECTIONS = ("forward", "backward")
 # For forward and backward, each for at most 32 bits and for float64: the flops per element, as the page

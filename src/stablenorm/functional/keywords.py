@@ -3,13 +3,67 @@ Keywords, each a composition of plain calls that one could write oneself.
 
 A *part* of a call is a plain call: some rows, the columns of them that count, one gamma and one beta. `parts_of` finds the
 parts of a call with a mask, or with gamma and beta of leading axes; `forward` and `backward` do them one after the other.
-The examples are normalized over the last axis:
+All examples are over the last axis, and equal bit by bit.
 
 >>> import numpy as np
 >>> from stablenorm import layer_norm_backward, layer_norm_forward
 >>> rng = np.random.default_rng(0)
 >>> x, dy = rng.standard_normal((2, 4, 5, 8), np.float32)
 >>> gamma, beta = rng.standard_normal((2, 8), np.float32)
+
+gamma_offset is added to gamma in float64; the gradient of gamma has gamma's own dtype:
+
+>>> y, cache = layer_norm_forward(x, gamma, beta, gamma_offset=1.0)
+>>> other, wide = layer_norm_forward(x, gamma.astype(np.float64) + 1.0, beta)
+>>> np.array_equal(y, other)
+True
+>>> dgamma = layer_norm_backward(dy, wide, out=(None, np.empty(8, np.float32), None)).dgamma
+>>> np.array_equal(layer_norm_backward(dy, cache).dgamma, dgamma)
+True
+
+Gamma and beta with leading axes are a loop over samples; so is sum_axes, the gradients of each sample:
+
+>>> scales = rng.standard_normal((4, 1, 8), np.float32)
+>>> y, cache = layer_norm_forward(x, scales, beta)
+>>> parts = [layer_norm_forward(x[i], scales[i, 0], beta) for i in range(4)]
+>>> np.array_equal(y, [part for part, _ in parts])
+True
+>>> dgamma = [layer_norm_backward(dy[i], part).dgamma for i, (_, part) in enumerate(parts)]
+>>> np.array_equal(layer_norm_backward(dy, cache).dgamma[:, 0], dgamma)
+True
+>>> _, cache = layer_norm_forward(x, gamma, beta)
+>>> of_samples = layer_norm_forward(x, np.broadcast_to(gamma, (4, 1, 8)), beta)[1]
+>>> dgamma = layer_norm_backward(dy, of_samples).dgamma[:, 0]
+>>> np.array_equal(layer_norm_backward(dy, cache, sum_axes=1).dgamma, dgamma)
+True
+
+A mask of whole rows gathers those that count:
+
+>>> mask = rng.random((4, 5)) < 0.5
+>>> y, of_mask = layer_norm_forward(x, gamma, beta, where=mask[..., None])
+>>> some, few = layer_norm_forward(x[mask], gamma, beta)
+>>> np.array_equal(y[mask], some), y[~mask].any()
+(True, np.False_)
+>>> gradients, of_few = layer_norm_backward(dy, of_mask), layer_norm_backward(dy[mask], few)
+>>> np.array_equal(gradients.dx[mask], of_few.dx), np.array_equal(gradients[1], of_few[1])
+(True, True)
+
+A mask within rows gathers rows of the same mask, and of them the columns that count; sums over groups are added in float64
+and rounded once:
+
+>>> columns = np.array([0, 2, 3, 7])
+>>> y, _ = layer_norm_forward(x, gamma, beta, where=np.isin(np.arange(8), columns))
+>>> some, _ = layer_norm_forward(x[..., columns], gamma[columns], beta[columns])
+>>> np.array_equal(y[..., columns], some)
+True
+
+With accumulate=True, sums in float64 are added to old values, and rounded:
+
+>>> out = None, None, beta.copy()
+>>> dbeta = layer_norm_backward(dy, cache, wrt="beta", out=out, accumulate=True).dbeta
+>>> wide = layer_norm_backward(dy, cache, wrt="beta", out=(None, None, np.empty(8))).dbeta
+>>> np.array_equal(dbeta, (beta + wide).astype(np.float32))
+True
 """
 
 import math
@@ -34,20 +88,7 @@ Part = tuple[Any, Any, Any, int, int]
 
 
 def offset_gamma(norm: Norm) -> Norm:
-    """
-    Add gamma_offset to gamma in float64.
-
-    >>> y, cache = layer_norm_forward(x, gamma, beta, gamma_offset=1.0)
-    >>> other, wide = layer_norm_forward(x, gamma.astype(np.float64) + 1.0, beta)
-    >>> np.array_equal(y, other)
-    True
-
-    The gradient of gamma has gamma's own dtype:
-
-    >>> dgamma = layer_norm_backward(dy, wide, out=(None, np.empty(8, np.float32), None)).dgamma
-    >>> np.array_equal(layer_norm_backward(dy, cache).dgamma, dgamma)
-    True
-    """
+    """Return a norm whose gamma_offset is added to gamma, in float64."""
     if not norm.gamma_offset:
         return norm
     gamma: Any = norm.gamma
@@ -55,41 +96,8 @@ def offset_gamma(norm: Norm) -> Norm:
 
 
 def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
-    """
-    Return the rows that have one gamma, one beta and one mask, in groups.
-
-    Gamma and beta with leading axes are a loop over samples; so are ``sum_axes``, the gradients of each sample:
-
-    >>> scales = rng.standard_normal((4, 1, 8), np.float32)
-    >>> y, cache = layer_norm_forward(x, scales, beta)
-    >>> parts = [layer_norm_forward(x[i], scales[i, 0], beta) for i in range(4)]
-    >>> np.array_equal(y, [part for part, _ in parts])
-    True
-    >>> dgamma = [layer_norm_backward(dy[i], part).dgamma for i, (_, part) in enumerate(parts)]
-    >>> np.array_equal(layer_norm_backward(dy, cache).dgamma[:, 0], dgamma)
-    True
-
-    A mask of whole rows gathers those that count:
-
-    >>> mask = rng.random((4, 5)) < 0.5
-    >>> y, cache = layer_norm_forward(x, gamma, beta, where=mask[..., None])
-    >>> some, few = layer_norm_forward(x[mask], gamma, beta)
-    >>> np.array_equal(y[mask], some), y[~mask].any()
-    (True, np.False_)
-    >>> gradients, of_few = layer_norm_backward(dy, cache), layer_norm_backward(dy[mask], few)
-    >>> np.array_equal(gradients.dx[mask], of_few.dx), np.array_equal(gradients[1], of_few[1])
-    (True, True)
-
-    A mask within rows gathers rows of the same mask, and of them the elements that count:
-
-    >>> columns = np.array([0, 2, 3, 7])
-    >>> mask = np.isin(np.arange(8), columns)
-    >>> y, _ = layer_norm_forward(x, gamma, beta, where=mask)
-    >>> some, _ = layer_norm_forward(x[..., columns], gamma[columns], beta[columns])
-    >>> np.array_equal(y[..., columns], some)
-    True
-    """
-    if mask is None and lead.count(1) == len(lead):
+    """Return the rows that have one gamma, one beta and one mask, in groups."""
+    if lead.count(1) == len(lead) and (mask is None or not mask.size):
         return [(slice(None), slice(None), None, 0, 0)]
     samples = numbers_of(lead, layout)
     keys, inside = samples, mask is not None and mask.shape[1] > 1
@@ -132,6 +140,8 @@ def numbers_of(lead: Lead, layout: Layout) -> Array:
 def forward(backend: str, call: Forward, layout: Layout, mask: Array | None) -> Any:
     """Do a forward of rows whose gamma and beta are as the user gave them; return the statistics."""
     norm, whole = offset_gamma(call.norm), list[Any]()
+    if not call.x.size:
+        norm = norm._replace(gamma=None, beta=None)
     leads = [layout.lead_of(norm.gamma), layout.lead_of(norm.beta)]
     parts = parts_of(layout, tuple(map(max, *leads)), mask)
     gammas = _of_parts(norm.gamma, leads[0], layout, parts)
@@ -165,18 +175,7 @@ def backward(
     backend: str, call: Backward, layout: Layout, mask: Array | None,
     sum_lead: Lead | None = None, accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """
-    Do a backward of rows whose gamma, beta and sums are as the user gave them, by one pass for all gradients of a lead.
-
-    With ``accumulate``, sums in float64 are added to old values, and rounded:
-
-    >>> _, cache = layer_norm_forward(x, gamma, beta)
-    >>> out = None, None, beta.copy()
-    >>> dbeta = layer_norm_backward(dy, cache, wrt="beta", out=out, accumulate=True).dbeta
-    >>> wide = layer_norm_backward(dy, cache, wrt="beta", out=(None, None, np.empty(8))).dbeta
-    >>> np.array_equal(dbeta, (beta + wide).astype(np.float32))
-    True
-    """
+    """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
     norm = offset_gamma(call.norm)._replace(beta=None)
     of_gamma, of_beta = layout.lead_of(norm.gamma), layout.lead_of(call.norm.beta)
     leads = {"dgamma": sum_lead or of_gamma, "dbeta": sum_lead or of_beta}
@@ -201,10 +200,15 @@ def _one_pass(
     inside = mask is not None and mask.shape[1] > 1
     # Sums that are to be added to others are not rounded yet.
     kind: Any = PARTIAL if call.partial else float if accumulate or inside else None
-    sums: list[Any] = [
-        None if result is None else np.zeros((len(parts), n), kind or result.dtype)
-        for result in (call.dgamma, call.dbeta)
-    ]
+    results, sums = (call.dgamma, call.dbeta), list[Any]()
+    for result in results:
+        if result is None:
+            sums.append(None)
+        elif kind is None and mask is None:
+            # The results themselves, or a copy if they have gaps.
+            sums.append(layout.arrays.contiguous(result).reshape(-1, n))
+        else:
+            sums.append(np.zeros((len(parts), n), kind or result.dtype))
     if mask is not None and call.dx is not None:
         call.dx[...] = 0 if call.dsum is None else call.dsum
     do = module_of(backend).backward
@@ -222,9 +226,11 @@ def _one_pass(
         for k, total in enumerate(sums):
             if total is not None and columns is not None:
                 total[i, columns] = rows[k]
-    for total, result in zip(sums, (call.dgamma, call.dbeta), strict=True):
-        if total is not None:
+    for total, result in zip(sums, results, strict=True):
+        if total is not None and (kind is not None or mask is not None):
             _put_sums(total, result, parts, accumulate)
+        elif total is not None and not layout.arrays.share(total, result):
+            result[...] = total.reshape(result.shape)
 
 
 def _put_sums(total: Array, result: Array, parts: list[Part], accumulate: bool) -> None:
@@ -265,7 +271,7 @@ def _of_parts(values: Array | None, lead: Lead, layout: Layout, parts: list[Part
     """Return the gamma or beta of each part."""
     if values is None:
         return [None] * len(parts)
-    rows = np.ascontiguousarray(values).reshape(-1, layout.shape[1])
+    rows = layout.arrays.contiguous(values).reshape(-1, layout.shape[1])
     numbers = numbers_of(lead, layout) if len(rows) > 1 else None
     own = []
     for _, _, columns, first, _ in parts:
@@ -275,11 +281,14 @@ def _of_parts(values: Array | None, lead: Lead, layout: Layout, parts: list[Part
 
 
 def exact_sums(
-    call: Backward, layout: Layout, mask: Array | None, which: int, asked: Array
+    layout: Layout, call: Backward, mask: Array | None, which: int, asked: Array
 ) -> Array:
     """Return the exact sums, dgamma (0) or dbeta (1), of the columns that are asked for; 0 for others."""
     lead = layout.lead_of(asked)
     whole = np.zeros(asked.shape, object)
+    if not asked.any() or not call.x.size:
+        whole[asked] = NOTHING
+        return whole
     sums, flags = (v.reshape(-1, layout.shape[1]) for v in (whole, asked))
     sums[flags] = NOTHING
     for part in parts_of(layout, lead, mask):

@@ -37,8 +37,9 @@ class Layout(NamedTuple):
     def room(self, array: Array, over: Array | None = None) -> Array:
         """Return rows for the results of an array: a view, or new ones, always if the view lies over other rows."""
         rows = self.arrays.see_rows(array, self.order, self.shape)
-        is_usable = rows is not None and (over is None or not self.arrays.share(rows, over))
-        return rows if is_usable else self._new(array)
+        if rows is not None and over is not None and not self.arrays.IN_PLACE:
+            rows = None if self.arrays.share(rows, over) else rows
+        return self._new(array) if rows is None else rows
 
     def put(self, rows: Array, array: Array) -> None:
         """Copy the rows of `room` to the array that they are for, unless they are a view of it."""
