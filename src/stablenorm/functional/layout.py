@@ -46,10 +46,11 @@ class Layout(NamedTuple):
         if not self.arrays.share(rows, array):
             array.transpose(self.order)[...] = rows.reshape(self.lengths)
 
-    def mask(self, where: Array) -> Array:
+    def mask(self, where: Array | None) -> Any:
         """Return the rows of a mask in x's dimensions: (rows, n), or (rows, 1) of whole rows."""
-        moved = where.transpose(self.order)
-        return moved.reshape(self.shape[0], -1)
+        if where is None or not where.size:
+            return None
+        return where.transpose(self.order).reshape(self.shape[0], -1)
 
     def lead_of(self, parameter: Array | None) -> Lead:
         """Return the lead of gamma or beta, or of a sum of its shape."""

@@ -46,15 +46,13 @@ def forward(
     named = {"x": y_like, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
     over = "" if keep and residual is None else "x"
     (y,) = checks.results_in(arrays, (out,), {"out": y_like}, named, over)
-    mask = None
     if where is not None:
         where = checks.check_where(where, x.shape, axes, norm.rounding)
-        mask = layout.mask(where)
     rows = layout.read(x)
     call = Forward(rows, norm, layout.room(y, rows), keep, threads=threads or get_num_threads())
     if total is not None:
         call = call._replace(residual=layout.read(residual), total=layout.room(total))
-    statistics = keywords.forward(name, call, layout, mask)
+    statistics = keywords.forward(name, call, layout, layout.mask(where))
     layout.put(call.y, y)
     if total is not None:
         layout.put(call.total, total)
@@ -70,9 +68,11 @@ def backward(
     if type(wrt) is not tuple and isinstance(wrt, (str, list)):
         wrt = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     out = tuple(out) if type(out) is list else out
-    gradients: Gradients | None = kernels().plain_backward(
-        dy, cache, kind, wrt, out, dsum, sum_axes, None, None, accumulate, None
-    )
+    gradients: Gradients | None = None
+    if not accumulate:
+        gradients = kernels().plain_backward(
+            dy, cache, kind, wrt, out, dsum, sum_axes, None, None, accumulate, None
+        )
     if gradients is not None:
         return gradients
     checks.check_cache(cache, dy, kind)
@@ -123,6 +123,5 @@ def run_backward(
 def rows_of(dy: Array, cache: Cache, threads: int | None) -> Any:
     """Return the layout of a cache, a backward of its rows, and the rows of its mask."""
     layout = layout_of(arrays_of(cache.backend), cache.x.shape, cache.axis)
-    mask = None if cache.where is None else layout.mask(cache.where)
     rows = layout.read(dy), layout.read(cache.x), cache.norm, cache.statistics
-    return layout, Backward(*rows, threads=threads or get_num_threads()), mask
+    return layout, Backward(*rows, threads=threads or get_num_threads()), layout.mask(cache.where)
