@@ -22,7 +22,7 @@ def forward(
     residual: Any, where: Any, threads: int | None = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Return y and the cache, None without `keep`; then y may overwrite x."""
-    if backend is None or backend == "native":
+    if not norm.gamma_offset and (backend is None or backend == "native"):
         done: tuple[Array, Any] | None = kernels().plain_forward(
             x, norm, axis, out, backend, keep, residual, where, threads
         )
@@ -69,7 +69,7 @@ def backward(
         wrt = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     out = tuple(out) if type(out) is list else out
     gradients: Gradients | None = None
-    if not accumulate:
+    if not accumulate and isinstance(cache, Cache) and not cache.norm.gamma_offset:
         gradients = kernels().plain_backward(
             dy, cache, kind, wrt, out, dsum, sum_axes, None, None, accumulate, None
         )

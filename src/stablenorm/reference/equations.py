@@ -106,6 +106,8 @@ def center(x: Array, kind: str) -> tuple[Array, Any, Any]:
     if kind == "rms":
         return x, None, None
     mean = row_mean(x)
+    # The sum has lost some ulp of the mean: this is the float64 nearest to it.
+    mean += row_mean(x - mean)
     centered = x - mean
     # The mean's own rounding is an error that all elements of a row share: the worst of all errors where the spread
     # is near one ulp.
