@@ -17,7 +17,7 @@ from norms import assert_same, compute
 
 import stablenorm as sn
 from stablenorm import reference
-from stablenorm.functional import operations
+from stablenorm.functional import keywords
 from stablenorm.types import Cache, Gradients, Norm, Statistics
 
 native = pytest.importorskip("stablenorm.native", exc_type=ImportError)

@@ -170,9 +170,11 @@ def _repeat_backward(
         _differentiate(few)
         of_dx[rows] = few.dx
     for name, total in (("dgamma", out.dgamma), ("dbeta", out.dbeta)):
-        if marks is None and not accumulate and total is not None and not np.isfinite(total).all():
+        if marks is not None or accumulate or total is None or total.dtype == PARTIAL:
+            continue
+        if not np.isfinite(total).all():
             again = np.empty_like(total).reshape(-1)
-            _differentiate(Backward(of_dy, of_x, norm, none, **{name: again}))
+            _differentiate(Backward(of_dy, of_x, norm, none)._replace(**{name: again}))
             np.copyto(total, again.reshape(total.shape), where=~np.isfinite(total))
 
 

@@ -99,7 +99,7 @@ def _out_of_range(*arrays: Array) -> Array:
 
 
 def _outside(values: Array) -> Array:
-    """Tell which numbers are out of range, as infinity is."""
+    """Tell which numbers are out of range. Infinity and NaN are not: they spoil their row in float64 as they should."""
     size = np.abs(values)
-    outside: Array = (size > LARGEST) | ((size < SMALLEST) & (size != 0))
+    outside: Array = ((size > LARGEST) & (size < np.inf)) | ((size < SMALLEST) & (size > 0))
     return outside
