@@ -4,14 +4,12 @@ The backend "numpy": the equations in NumPy on (rows, n), in float64, rounded on
 `equations` has them; `uncertified` does rows that are out of range, and with rounding="nearest" all, with integers.
 """
 
-from typing import Any
-
 import numpy as np
 
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import equations, uncertified
 from stablenorm.reference.equations import project, round_to, sum_rows
-from stablenorm.reference.sums import as_partial
+from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Norm, Statistics
 
 __all__ = ["add", "backward", "forward", "project"]
@@ -46,16 +44,16 @@ def forward(call: Forward) -> Statistics:
 def backward(call: Backward) -> None:
     """Write the gradients that are wanted."""
     norm, rare = _widened(call.norm), np.ones(len(call.x), bool)
-    terms: tuple[list[Any], ...] = [], []
-    for rows in () if _needs_integers(norm) else equations.blocks(call.x.shape):
+    totals = [np.zeros(call.x.shape[1], PARTIAL) for _ in range(2)]
+    for rows in () if norm.rounding == "nearest" else equations.blocks(call.x.shape):
         x, dy = (v[rows].astype(np.float64, order="C") for v in (call.x, call.dy))
         statistics = call.statistics.of_rows((rows, None))
         xhat = equations.restore(x, statistics)
         rare[rows] = out = _out_of_range(statistics.rstd, x, dy)
         for i in np.flatnonzero(out).tolist():
             xhat[i] = uncertified.xhat_row(x[i], norm)
-        terms[0].append(sum_rows(dy * xhat))
-        terms[1].append(sum_rows(dy))
+        for k, terms in enumerate((dy * xhat, dy)):
+            totals[k] = merged(totals[k], as_partial(sum_rows(terms), 0.0, np.nan))
         if call.dx is not None:
             dx = equations.backward(dy, xhat, statistics.rstd, norm)
             if call.dsum is not None:
@@ -63,15 +61,13 @@ def backward(call: Backward) -> None:
             call.dx[rows] = round_to(dx, call.dx.dtype)
     columns = np.ones((2, call.x.shape[1]), bool)
     for k, result in enumerate((call.dgamma, call.dbeta)):
-        if result is not None and terms[k]:
-            total = sum_rows(np.stack(terms[k]))
+        if result is not None and norm.rounding != "nearest":
             # A sum that is not finite may have left the range of float64 in between.
-            columns[k] = ~np.isfinite(total)
-            partial = call.partial
-            result[...] = as_partial(total, 0.0, np.nan) if partial else round_to(total, result.dtype)
+            columns[k] = ~np.isfinite(totals[k]["high"])
+            result[...] = totals[k] if call.partial else rounded(totals[k], result.dtype)[0]
     uncertified.finish_sums(call, columns, columns[:0], None)
     if call.dx is not None:
-        uncertified.write_dx(call, np.flatnonzero(rare))
+        uncertified.write_dx(call, np.flatnonzero(rare | _needs_integers(norm)))
 
 
 @np.errstate(all="ignore")
