@@ -144,7 +144,7 @@ def _repeat_forward(x: Array, y: Array, norm: Norm, samples: int) -> None:
     whole = Forward(of_x, _nearest(norm, samples), of_y, keep=False, samples=samples)
     for i in range(samples):
         one = sample(whole, i)
-        rows = np.flatnonzero(~np.isfinite(one.y).all(axis=1))
+        rows = np.flatnonzero(reference.lost(one.y, one.x))
         few = of_rows(one, rows)
         if rows.size and forward(few) is NotImplemented:
             reference.forward(few)
@@ -164,7 +164,9 @@ def _repeat_backward(
     like_x = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
     of_dy, of_x, of_dx, of_dsum = like_x
     none = Statistics(None, None, np.zeros(len(of_x)))
-    whole = Backward(of_dy, of_x, _nearest(norm, samples), none, of_dx, dsum=of_dsum, samples=samples)
+    whole = Backward(
+        of_dy, of_x, _nearest(norm, samples), none, of_dx, dsum=of_dsum, samples=samples
+    )
     if marks is None and not accumulate:
         shape = (n,) if samples == 1 else (samples, n)
         dgamma, dbeta = (v if v is None else v.reshape(shape) for v in out[1:])
@@ -172,13 +174,14 @@ def _repeat_backward(
     for i in range(samples):
         one = sample(whole, i)
         if one.dx is not None:
-            lost = ~np.isfinite(one.dx).all(axis=1) if marks is None else marks.reshape(samples, -1)[i]
+            marked = None if marks is None else marks.reshape(samples, -1)[i]
+            lost = reference.lost(one.dx, one.x, one.dy) if marked is None else marked
             few = of_rows(one, rows := np.flatnonzero(lost))._replace(dgamma=None, dbeta=None)
             _differentiate(few)
             one.dx[rows] = few.dx
         for name in SUMS:
             total = getattr(one, name)
-            if total is not None and not np.isfinite(total).all():
+            if total is not None and total.dtype != PARTIAL and not np.isfinite(total).all():
                 alone = {"dx": None, "dgamma": None, "dbeta": None, name: np.empty_like(total)}
                 _differentiate(again := one._replace(**alone))
                 np.copyto(total, getattr(again, name), where=~np.isfinite(total))
