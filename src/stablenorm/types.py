@@ -190,7 +190,7 @@ class Cache(NamedTuple):
 def check_record(cache: Cache) -> None:
     """Raise unless each field of a cache, which may have been edited, holds what a forward puts there; gamma, beta apart."""
     check_rows(cache)
-    _, norm, axis, _, backend, where = cache
+    norm, where = cache.norm, cache.where
     if (
         type(norm) is not Norm
         or len(norm) != len(Norm._fields)
@@ -218,7 +218,9 @@ def check_rows(cache: Cache) -> None:
     if len(cache) != len(Cache._fields):
         msg = f"cache must have {len(Cache._fields)} fields, got {len(cache)}"
         raise ValueError(msg)
-    x, _, axis, statistics, backend, _ = cache
+    # Anything may be in it.
+    fields: Any = cache
+    x, _, axis, statistics, backend, _ = fields
     if not (isinstance(backend, str) and backend in get_args(Backend)):
         msg = f"cache.backend must be one of {', '.join(get_args(Backend))}, got {backend!r:.60}"
         raise ValueError(msg)

@@ -10,12 +10,24 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from stablenorm.arrays import (
-    is_lazy_cache, normalized_shape, refuse_others, show_axes, shown_axis,
+    is_lazy_cache,
+    normalized_shape,
+    refuse_others,
+    show_axes,
+    shown_axis,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.types import (
-    NAMES, Array, Cache, Gradients, Norm, Shape, check_eps, check_record, real,
+    NAMES,
+    Array,
+    Cache,
+    Gradients,
+    Norm,
+    Shape,
+    check_eps,
+    check_record,
+    real,
 )  # fmt: skip
 
 

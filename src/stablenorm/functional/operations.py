@@ -24,8 +24,10 @@ def forward(
     residual: Any, where: Any, threads: int | None = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Return y and the cache, None without `keep`; then y may overwrite x."""
+    # Any backend needs the kernels loaded: they set the control word.
+    kernels = plain("forward")
     if backend is None or backend == "native":
-        done: tuple[Array, Any] | None = plain("forward")(
+        done: tuple[Array, Any] | None = kernels(
             x, norm, axis, out, backend, keep, residual, where, threads
         ) or _reworded(x, norm, axis, out, keep, residual, where, threads)
         if done is not None:

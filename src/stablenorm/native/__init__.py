@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm import memory, reference
+from stablenorm import control, memory, reference
 from stablenorm.call import SUMS, Backward, Forward, of_rows, sample
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
@@ -161,7 +161,7 @@ def _repeat_backward(
     Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay, as those do that were added.
     """
     n = x.shape[-1]
-    like_x = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
+    like_x: Any = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
     of_dy, of_x, of_dx, of_dsum = like_x
     none = Statistics(None, None, np.zeros(len(of_x)))
     whole = Backward(
@@ -189,7 +189,7 @@ def _repeat_backward(
 
 def _differentiate(call: Backward) -> None:
     """Do a backward from a forward of its own."""
-    if len(call.x):
+    if call.x.size:
         once = Forward(call.x, call.norm, np.empty_like(call.x))
         done = forward(once)
         statistics = reference.forward(once) if done is NotImplemented else done
@@ -203,3 +203,4 @@ _core.prepare(
     *(form.dtype.type for form in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)),
 )  # fmt: skip
 memory.use(_core)
+control.use(_core)

@@ -35,11 +35,11 @@ def forward(call: Forward) -> Statistics:
 
 def lost(result: Array, *inputs: Array) -> Array:
     """Tell which rows of finite inputs have no finite result: it may be the rounding errors of huge terms that cancel."""
-    lost: Array = ~np.isfinite(result).all(axis=1)
-    rows = np.flatnonzero(lost)
+    rows: Any = ~np.isfinite(result).all(axis=1)
+    some = np.flatnonzero(rows)
     for array in inputs:
-        lost[rows] &= np.isfinite(array[rows]).all(axis=1)
-    return lost
+        rows[some] &= np.isfinite(array[some]).all(axis=1)
+    return rows  # type: ignore[no-any-return]
 
 
 def _counted(where: Array | None, *arrays: Array) -> list[Array]:
