@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import stablenorm.cli.run as job
-from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
+import stablenorm.diagnosis
+from stablenorm import backends, cost, layer_norm, layer_norm_forward, memory, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
@@ -99,8 +100,19 @@ def test_output_that_goes_nowhere(where, status, words):
     assert (done.returncode, done.stdout, done.stderr) == (status, "", words)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        # It was said of x, whatever was too large.
+        (MemoryError("Unable to allocate 9 GiB"), 2, "Unable to allocate 9 GiB"),
+        (MemoryError(), 2, "memory is exhausted"),
+    ],
+)
+def test_an_interrupted_out_leaves_what_was_there(
+    tmp_path, capsys, monkeypatch, error, status, words
+):
     path = save(tmp_path, x=X)
     (tmp_path / "out.npz").write_bytes(b"older")
 
@@ -109,12 +121,33 @@ def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch,
         raise error
 
     monkeypatch.setattr(np, "savez", half)
-    status = main(["run", path, "--out", "out.npz"])
-    assert status == (130 if error is KeyboardInterrupt else 2)
+    assert main(["run", path, "--out", "out.npz"]) == status
     assert (tmp_path / "out.npz").read_bytes() == b"older"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz"]
-    reason = "interrupted" if error is KeyboardInterrupt else "No space left on device"
-    assert capsys.readouterr().err == f"stablenorm: {reason}\n"
+    assert capsys.readouterr().err == f"stablenorm: {words}\n"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((9000, 256), "f2"), ((90_000, 1), "f2"), ((1, 2500), "f4")]
+)
+def test_run_asks_for_the_memory_that_it_takes(shape, dtype, monkeypatch, request):
+    """Many elements, many rows, or one long row; it once took 6.4 times x, and asked for 4."""
+    asked = []
+    monkeypatch.setattr(job.parts, "check_memory", asked.append)
+    # Leave out what does not grow with x; let tracemalloc see all results.
+    monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 1 << 12)
+    monkeypatch.setattr(job, "_ORACLE_ELEMENTS", 100)
+    monkeypatch.setattr(job, "_CHECK_ELEMENTS", 100)
+    request.addfinalizer(partial(memory.set_idle_limit, memory.get_idle_limit()))
+    memory.set_idle_limit(0)
+    np.savez("in.npz", x=np.random.default_rng(0).standard_normal(shape).astype(dtype))
+    tracemalloc.start()
+    try:
+        assert main(["run", "in.npz"]) == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * asked[0] < peak < asked[0]
 
 
 @pytest.mark.parametrize("wrong", ["y", "dx", "dgamma", "dbeta"])

@@ -12,7 +12,14 @@ from typing import NoReturn
 import rich
 
 import stablenorm
-from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
+from stablenorm.cli.parts import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_PIPE,
+    TABLE,
+    InputError,
+    check_outputs,
+)
 from stablenorm.text import printable
 
 # Modules of this folder, in the order of --help. Each has run() and OPTIONS, which maps an option to its
@@ -42,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
+        check_outputs(vars(arguments))
         # Without a terminal, no line is broken.
         width = shutil.get_terminal_size((10_000, 1)).columns
         rich.reconfigure(width=width, record=True)
@@ -71,7 +79,7 @@ def _answer(error: BaseException) -> int:
         case KeyboardInterrupt():
             return _say(str(error) or "interrupted", EXIT_INTERRUPTED)
         case MemoryError():
-            return _say(f"x must fit in memory, got: {error}")
+            return _say(str(error) or "memory is exhausted")
         case OSError():
             # A name too long, a full disk behind stdout: the system's reason says it all.
             where = f" ({error.filename})" if error.filename else ""
@@ -85,7 +93,8 @@ def _answer(error: BaseException) -> int:
 
 
 def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
-    print(f"stablenorm: {printable(str(words))}", file=sys.stderr)
+    # One line: a file's name may have line breaks.
+    print("stablenorm:", printable(str(words), ""), file=sys.stderr)
     return status
 
 
