@@ -66,12 +66,12 @@ def set_idle_limit(nbytes: int) -> None:
     Parameters
     ----------
     nbytes : int
-        At least 0. With 0, nothing is kept, and what is idle is released at once.
+        From 0 to `sys.maxsize`. With 0, nothing is kept, and what is idle is released at once.
 
     Raises
     ------
     TypeError, ValueError
-        If `nbytes` is not an int, or is negative.
+        If `nbytes` is not an int, or is out of this range.
 
     Notes
     -----

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import sys
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -197,15 +198,25 @@ def real(name: str, value: Any) -> float:
         raise TypeError(msg) from None
 
 
-def check_count(name: str, value: Any, *, least: int, cure: str = "") -> int:
-    """Return `value` as an int; TypeError if it is none, ValueError if it is less than `least`."""
+def shown(number: int) -> str:
+    """Write an int of any length; Python writes no more than 4300 digits."""
+    return str(number) if abs(number) < 10**20 else f"an int of {number.bit_length()} bits"
+
+
+def check_count(
+    name: str, value: Any, *, least: int, most: int = sys.maxsize, cure: str = ""
+) -> int:
+    """Return `value` as an int; TypeError if it is none, ValueError if it is not from `least` to `most`."""
     cure = cure and f"; {cure}"
     try:
         number = operator.index(value)
     except TypeError:
-        msg = f"{name} must be an int, got {value!r}{cure}"
+        msg = f"{name} must be an int, got {value!r:.60}{cure}"
         raise TypeError(msg) from None
     if number < least:
-        msg = f"{name} must be at least {least}, got {number}{cure}"
+        msg = f"{name} must be at least {least}, got {shown(number)}{cure}"
+        raise ValueError(msg)
+    if number > most:
+        msg = f"{name} must be at most {most}, got {shown(number)}{cure}"
         raise ValueError(msg)
     return number
