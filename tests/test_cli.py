@@ -14,6 +14,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
+import stablenorm.cli.files
 import stablenorm.cli.run as job
 import stablenorm.diagnosis
 from stablenorm import backends, cost, layer_norm, layer_norm_forward, memory, timing
@@ -87,6 +88,8 @@ FULL = "stablenorm: No space left on device\n"
         ("run x.npz >&-", 0, ""),
         ("run x.npz >/dev/full", 2, FULL),
         ("run --digests >/dev/full", 2, FULL),
+        # The status was once 1.
+        ("run no.npz 2>/dev/full", 2, ""),
     ],
 )
 def test_output_that_goes_nowhere(where, status, words):
@@ -133,7 +136,7 @@ def test_an_interrupted_out_leaves_what_was_there(
 def test_run_asks_for_the_memory_that_it_takes(shape, dtype, monkeypatch, request):
     """Many elements, many rows, or one long row; it once took 6.4 times x, and asked for 4."""
     asked = []
-    monkeypatch.setattr(job.parts, "check_memory", asked.append)
+    monkeypatch.setattr(stablenorm.cli.files, "check_memory", asked.append)
     # Leave out what does not grow with x; let tracemalloc see all results.
     monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 1 << 12)
     monkeypatch.setattr(job, "_ORACLE_ELEMENTS", 100)

@@ -27,7 +27,9 @@ def with_default_control(function: Callable[P, R]) -> Callable[P, R]:
     def inside(*args: P.args, **options: P.kwargs) -> R:
         core = _kernels()
         with np.errstate(all="ignore"):
-            done: R = function(*args, **options) if core is None else core.call(function, args, options)
+            done: R = (
+                function(*args, **options) if core is None else core.call(function, args, options)
+            )
             return done
 
     return inside

@@ -7,7 +7,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import rich
 
@@ -62,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(end="", flush=True)
     except OSError as error:
-        # Python flushes stdout once more at exit; on /dev/null that cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return EXIT_PIPE if isinstance(error, BrokenPipeError) else status or _answer(error)
     return status
 
@@ -93,9 +92,17 @@ def _answer(error: BaseException) -> int:
 
 
 def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
-    # One line: a file's name may have line breaks.
-    print("stablenorm:", printable(str(words), ""), file=sys.stderr)
+    # The status counts, even if nobody reads why. One line: a file's name may have line breaks.
+    try:
+        print("stablenorm:", printable(str(words), ""), file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
     return status
+
+
+def _silence(stream: TextIO) -> None:
+    """Redirect a stream that fails: Python flushes it once more at exit, and on /dev/null that cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     members = list_members(path)
     member, eps = choose(members, path, arguments.member), read_eps(members, arguments.eps)
     # The package refuses the user's input in its own words.
-    with parts.refusing(TypeError, ValueError, prefix=f"{member.label}: "):
+    with parts.refusing(TypeError, ValueError):
         chosen = None if axis == [None] else tuple(axis)
         asked = {"axis": chosen, "dtype": arguments.dtype, "top": arguments.top, "kind": kind}
         diagnosis = diagnose(member.load(), eps, **asked)

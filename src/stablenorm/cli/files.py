@@ -19,9 +19,6 @@ from stablenorm.types import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. The package of that name has no BF16 for NumPy.
 _SAFETENSORS: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": bfloat16}
-# Cures by the kind of a dtype that a layer norm does not take.
-_CURES = dict.fromkeys("biufO", "; save np.asarray(x, np.float32)")
-_CURES["c"] = "; save x.real and x.imag, each by itself"
 _KINDS = "an .npy, .npz or .safetensors file"
 
 
@@ -33,19 +30,29 @@ class Member(NamedTuple):
     like: Array
     read: Callable[[], Array]
 
-    def load(self, shape: tuple[int, ...] | None = None) -> Array:
-        """Read the array, in the byte order of this machine; refuse another shape than `shape`."""
+    def load(self, shape: tuple[int, ...] | None = None, arrays: int = 1, column: int = 0) -> Array:
+        """
+        Read the array, in the byte order of this machine; refuse another shape than `shape`.
+
+        Refuse it as well if memory is too small for `arrays` of its size, for `column` bytes an element
+        of the last axis, and for the 150 bytes a row that `diagnose` takes (measured).
+        """
         # Check the header before the data is read: a small archive can hold gigabytes of zeros.
         label, like, read = self
         if not is_supported(like.dtype):
-            cure = _CURES.get(like.dtype.kind, "")
+            cure = "; save np.asarray(x, np.float32)" * (like.dtype.kind in "biufO")
+            cure += "; save x.real and x.imag, each by itself" * (like.dtype.kind == "c")
             msg = f"{label} must be float16, bfloat16, float32 or float64, got {like.dtype}{cure}"
             raise InputError(msg)
         if shape not in (None, like.shape):
             wanted, came = shape_text(shape or ()), shape_text(like.shape)
             msg = f"{label} must have shape {wanted} to match x, got {came}"
             raise InputError(msg)
-        check_memory(like.nbytes)
+        if not like.shape:
+            msg = f"{label} must have at least one axis, got a single number"
+            raise InputError(msg)
+        rows, n = like[..., :1].size, like.shape[-1]
+        check_memory(arrays * like.nbytes + 160 * rows + column * n)
         with _whole(label):
             # NumPy saves bfloat16 as two raw bytes per element.
             array = read().view(like.dtype).reshape(like.shape)
@@ -108,8 +115,8 @@ def _members(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
     elif b"\0" in begin[:8] and begin[8:9] == b"{":
         yield from _tensors(path, file)
     else:
-        # Text has no control character below the tab.
-        is_text = min(begin, default=0) >= 9
+        # Text has no control character below the tab; the first bytes of .npy alone have none either.
+        is_text = min(begin, default=0) >= 9 and begin[:1].isascii()
         other = "a text file" if is_text else f"one that begins with {begin[:8]!r}"
         msg = f"{path} must be {_KINDS}, got {other if begin else 'an empty file'}"
         raise InputError(msg)
@@ -134,18 +141,14 @@ def _entries(path: Path, file: Any) -> Iterator[tuple[str, Member]]:
 
 def _header(stream: Any, size: int) -> Array:
     """Read the header of .npy, which has `size` bytes in all."""
-    # NumPy takes headers of 10 000 bytes. A damaged one may promise 4 GB, and an archive unpack them.
-    start = io.BytesIO(stream.read(1 << 14))
+    # A damaged header may promise 4 GB, and an archive unpack them; Python's parser raises MemoryError for
+    # 6000 nested signs. The four dtypes need less than 2000 bytes.
+    start = io.BytesIO(stream.read(5000))
     is_first = np.lib.format.read_magic(start) == (1, 0)
     # Versions 2 and 3 differ only in the encoding of field names, and the four dtypes have no fields.
     form: Any = np.lib.format
     read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
-    try:
-        shape, _, dtype = read(start)
-    except MemoryError as error:
-        # Python's parser raises it for thousands of nested signs, however much memory there is.
-        msg = "its header describes no array"
-        raise ValueError(msg) from error
+    shape, _, dtype = read(start)
     dtype = bfloat16 if dtype == np.dtype("V2") else dtype
     return _promised(shape, dtype, size - start.tell())
 

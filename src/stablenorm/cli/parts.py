@@ -41,7 +41,7 @@ def refusing(*kinds: type[Exception], prefix: str = "", named: bool = False) -> 
         raise
     except kinds as error:
         prefix += f"{type(error).__name__}: " * named
-        raise InputError(prefix + " ".join(str(error).split())) from error
+        raise InputError(prefix + " ".join(str(error).split() or [type(error).__name__])) from error
 
 
 def check_file(path: Path, wanted: str, suffix: str = "") -> None:

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     path, out, page = arguments.file, arguments.out, arguments.html
     source = f"bundled data ({path.name})" if path == parts.BUNDLED else printable(str(path), "")
     # The package refuses the user's input in its own words.
-    with parts.refusing(TypeError, ValueError, prefix=f"{source}: "):
+    with parts.refusing(TypeError, ValueError):
         problem, origin = _read(source, arguments)
         results = problem.compute()
     if msg := _objection(problem):
@@ -152,11 +152,8 @@ def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
         names = printable(", ".join(sorted(members)), "") or "no arrays"
         msg = f"{source} must hold an array named x, got {names}"
         raise parts.InputError(msg)
-    # Measured: 4.5 times x (x, dy, y, dx, masks), 150 bytes of `diagnose` for a row, and 1400 of the
-    # oracle for an element of one.
-    like = np.atleast_1d(members["x"].like)
-    parts.check_memory(5 * like.nbytes + 160 * like[..., :1].size + 1500 * like.shape[-1])
-    x = members["x"].load()
+    # Measured: 4.5 times x (x, dy, y, dx, masks), and 1400 bytes of the oracle an element of a row.
+    x = members["x"].load(arrays=5, column=1500)
     shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
     gamma, beta, dy = (
         members[name].load(shape) if name in members else None for name, shape in shapes.items()

@@ -164,7 +164,9 @@ def _repeat_backward(
     like_x = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
     of_dy, of_x, of_dx, of_dsum = like_x
     none = Statistics(None, None, np.zeros(len(of_x)))
-    whole = Backward(of_dy, of_x, _nearest(norm, samples), none, of_dx, dsum=of_dsum, samples=samples)
+    whole = Backward(
+        of_dy, of_x, _nearest(norm, samples), none, of_dx, dsum=of_dsum, samples=samples
+    )
     if marks is None and not accumulate:
         shape = (n,) if samples == 1 else (samples, n)
         dgamma, dbeta = (v if v is None else v.reshape(shape) for v in out[1:])
@@ -172,7 +174,9 @@ def _repeat_backward(
     for i in range(samples):
         one = sample(whole, i)
         if one.dx is not None:
-            lost = ~np.isfinite(one.dx).all(axis=1) if marks is None else marks.reshape(samples, -1)[i]
+            lost = (
+                ~np.isfinite(one.dx).all(axis=1) if marks is None else marks.reshape(samples, -1)[i]
+            )
             few = of_rows(one, rows := np.flatnonzero(lost))._replace(dgamma=None, dbeta=None)
             _differentiate(few)
             one.dx[rows] = few.dx
