@@ -168,7 +168,7 @@ TABLE = [
     ("x.npz", lambda: npz(**TWO), "run x.npz", r"got a[b]\x1b[2J\n, c"),
     ("x.npz", lambda: huge("eps"), "diagnose x.npz", "eps in x.npz must be one number, got 671088"),
     ("x.npz", lambda: huge("gamma"), "run x.npz", "gamma in x.npz must have shape 8 to match x, g"),
-    ("x.npz", lambda: saved(x=np.array([Bomb()])), "run x.npz", f"x in x.npz {FOUR}, got object"),
+    ("x.npz", lambda: saved(x=np.array([Bomb()])), "run x.npz", f"{FOUR}, got object; save np.asarray(x, np.float64)"),
     # Arrays that have no norm, or none that can be checked.
     ("x.npy", lambda: whole(X.astype(int)), "diagnose x.npy", f"{FOUR}, got int64; save np.asarray("),
     ("x.npy", lambda: whole(X * 1j), "run x.npy", f"{FOUR}, got complex64; save x.real and x.imag, e"),

@@ -40,7 +40,9 @@ class Member(NamedTuple):
         # Check the header before the data is read: a small archive can hold gigabytes of zeros.
         label, like, read = self
         if not is_supported(like.dtype):
-            cure = "; save np.asarray(x, np.float32)" * (like.dtype.kind in "biufO")
+            # An object and a longdouble may hold more digits than a float32.
+            wide, is_number = 64 if like.dtype.char in "gO" else 32, like.dtype.kind in "biufO"
+            cure = f"; save np.asarray(x, np.float{wide})" * is_number
             cure += "; save x.real and x.imag, each by itself" * (like.dtype.kind == "c")
             msg = f"{label} must be float16, bfloat16, float32 or float64, got {like.dtype}{cure}"
             raise InputError(msg)
