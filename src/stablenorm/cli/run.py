@@ -142,7 +142,8 @@ def _read(source: str, arguments: argparse.Namespace) -> tuple[Problem, str]:
     path = arguments.file
     if path.is_dir():
         members = {}
-        for file in sorted(path.glob("*.npy")):
+        # iterdir, unlike glob, raises for a directory that cannot be read.
+        for file in sorted(file for file in path.iterdir() if file.suffix == ".npy"):
             wanted = f"{file} must hold one array, as np.save writes it, got no "
             with parts.refusing(KeyError, prefix=wanted):
                 members[file.stem] = list_members(file)["x"]
