@@ -201,7 +201,7 @@ def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, sum_axes: Any, accumulate: Any
 ) -> Gradients:
     """Do the work of `operations.backward` for the cache of a Dask array."""
-    checks.check_cache(cache, dy, kind)
+    checks.checked_cache(cache, dy, kind)
     checks.check_combinations([checks.DASK], out=out, sum_axes=sum_axes, accumulate=accumulate)
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):

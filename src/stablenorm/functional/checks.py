@@ -9,9 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from stablenorm.arrays import is_lazy_cache, normalized_shape, refuse_others, show_axes
+from stablenorm.arrays import (
+    is_lazy_cache,
+    normalized_shape,
+    refuse_others,
+    show_axes,
+    shown_axis,
+)  # fmt: skip
+from stablenorm.backends import arrays_of
 from stablenorm.functional.layout import Layout, Lead
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape, check_eps, real
+from stablenorm.types import (
+    NAMES,
+    Array,
+    Cache,
+    Gradients,
+    Norm,
+    Shape,
+    check_eps,
+    check_record,
+    real,
+)  # fmt: skip
 
 
 def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
@@ -81,8 +98,8 @@ def widened(name: str, array: Any, dtype: np.dtype[Any]) -> Any:
     raise TypeError(msg)
 
 
-def check_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> None:
-    """Raise unless `cache`, the argument of `operation`, is a cache of this kind of norm."""
+def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> Any:
+    """Return `cache`, the argument of `operation`; raise unless it is one of this kind of norm, and whole."""
     forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{operation}"
     if not isinstance(cache, Cache) and not is_lazy_cache(cache):
         first = "dy" if operation == "backward" else "..."
@@ -93,9 +110,14 @@ def check_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> 
             cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
         msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)
+    if not is_lazy_cache(cache):
+        check_record(cache)
+        norm = checked_norm(arrays_of(cache.backend).convert, cache.norm, cache.x.shape, cache.axis)
+        cache = cache._replace(norm=norm)
     if cache.norm.kind != kind:
         msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{operation}"
         raise ValueError(msg)
+    return cache
 
 
 def check_sum_axes(sum_axes: Any, cache: Cache, layout: Layout) -> tuple[Lead | None, Shape]:
@@ -109,12 +131,12 @@ def check_sum_axes(sum_axes: Any, cache: Cache, layout: Layout) -> tuple[Lead | 
     except TypeError:
         msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
         raise TypeError(msg) from None
-    except ValueError:
+    except (ValueError, OverflowError):
         summed = axes
     if set(summed) & set(axes):
         msg = (
             f"sum_axes must name axes of x, which has {x.ndim} dimensions, each once, but not what "
-            f"is normalized, axis {show_axes(axes)}; got {sum_axes}"
+            f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
         )
         raise ValueError(msg)
     others = layout.order[: len(layout.leading)]

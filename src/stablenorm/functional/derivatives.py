@@ -20,6 +20,7 @@ import numpy as np
 
 from stablenorm.arrays import convert, empty_like, is_lazy_cache
 from stablenorm.call import Backward, Forward
+from stablenorm.control import with_default_control
 from stablenorm.functional import checks, keywords
 from stablenorm.functional.operations import rows_of
 from stablenorm.reference.equations import round_to, sum_rows
@@ -82,22 +83,22 @@ class _Rows:
         return result
 
 
-@np.errstate(all="ignore")
+@with_default_control
 def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
-    tx, tgamma, tbeta = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
+    cache, tx, tgamma, tbeta = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
     rows = _Rows(cache)
     return rows.pushed(rows.jacobian(rows.read(tx)), tgamma, tbeta, cache.x)
 
 
-@np.errstate(all="ignore")
+@with_default_control
 def double_backward(
     kind: str, ddx: Any, dy: Any, cache: Cache, ddgamma: Any, ddbeta: Any
 ) -> tuple[Array, Array, Array | None]:
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
-    ddx, dy, ddgamma, ddbeta = _checked("double_backward", kind, cache, of_x, of_parameters)
+    cache, ddx, dy, ddgamma, ddbeta = _checked("double_backward", kind, cache, of_x, of_parameters)
     rows = _Rows(cache)
     xhat, mean, dy, ddx = rows.xhat, rows.mean, rows.read(dy), rows.read(ddx)
     g = dy if rows.gamma is None else dy * rows.gamma
@@ -118,10 +119,10 @@ def double_backward(
 def _checked(
     operation: str, kind: str, cache: Any, of_x: dict[str, Any], of_parameters: dict[str, Any]
 ) -> list[Any]:
-    """Return arguments like x, and those like gamma and beta."""
+    """Return the cache, arguments like x, and those like gamma and beta."""
     if is_lazy_cache(cache):
         checks.check_combinations((operation, checks.DASK))
-    checks.check_cache(cache, None, kind, operation)
+    cache = checks.checked_cache(cache, None, kind, operation)
     features = checks.features_of(cache.norm, cache.axis, cache.backend)
     checks.check_combinations((operation, *features))
     checked = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]
@@ -132,4 +133,4 @@ def _checked(
             raise ValueError(msg)
         shape = np.shape(like)
         checked.append(checks.of_shape(convert, called, value, shape, name, optional=True))
-    return checked
+    return [cache, *checked]

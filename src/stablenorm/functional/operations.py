@@ -11,6 +11,7 @@ import numpy as np
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, kernels
 from stablenorm.call import Backward, Forward
+from stablenorm.control import with_default_control
 from stablenorm.functional import checks, keywords
 from stablenorm.functional.layout import Lead, layout_of
 from stablenorm.threads import get_num_threads
@@ -22,12 +23,21 @@ def forward(
     residual: Any, where: Any, threads: int | None = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Return y and the cache, None without `keep`; then y may overwrite x."""
+    # Any backend needs the kernels loaded: they set the control word.
+    plain = kernels().plain_forward
     if not norm.gamma_offset and (backend is None or backend == "native"):
-        done: tuple[Array, Any] | None = kernels().plain_forward(
-            x, norm, axis, out, backend, keep, residual, where, threads
-        )
+        done: Any = plain(x, norm, axis, out, backend, keep, residual, where, threads)
         if done is not None:
-            return done
+            return done  # type: ignore[no-any-return]
+    return _forward(x, norm, axis, out, backend, keep, residual, where, threads)
+
+
+@with_default_control
+def _forward(
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool,
+    residual: Any, where: Any, threads: int | None,
+) -> tuple[Array, Any]:  # fmt: skip
+    """Check a forward, see its arrays as rows, and do it by parts."""
     name = choose(backend, on_cuda_device(x))
     arrays = arrays_of(name)
     x = y_like = arrays.convert("x", x)
@@ -75,7 +85,15 @@ def backward(
         )
     if gradients is not None:
         return gradients
-    checks.check_cache(cache, dy, kind)
+    return _backward(dy, cache, kind, wrt, out, dsum, sum_axes, accumulate)
+
+
+@with_default_control
+def _backward(
+    dy: Any, cache: Any, kind: str, wrt: Any, out: Any, dsum: Any, sum_axes: Any, accumulate: bool
+) -> Gradients:
+    """Check a backward, see its arrays as rows, and do it by parts."""
+    cache = checks.checked_cache(cache, dy, kind)
     x, norm, axes, name = cache.x, cache.norm, cache.axis, cache.backend
     arrays, accumulate = arrays_of(name), bool(accumulate)
     given = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": accumulate}
@@ -97,6 +115,7 @@ def backward(
     return gradients
 
 
+@with_default_control
 def run_backward(
     dy: Array, cache: Cache, gradients: Gradients, dsum: Array | None, lead: Lead | None = None, *,
     accumulate: bool = False, partial: bool = False, threads: int | None = None,

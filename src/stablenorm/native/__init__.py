@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm import memory, reference
+from stablenorm import control, memory, reference
 from stablenorm.call import Backward, Forward
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
@@ -146,7 +146,7 @@ def _nearest(norm: Norm) -> Norm:
 def _repeat_forward(x: Array, y: Array, norm: Norm, _: int) -> None:
     """Compute rows whose y is not finite again, with rounding to nearest."""
     of_x, of_y = _rows(x, y)
-    if (rows := np.flatnonzero(~np.isfinite(of_y).all(axis=1))).size:
+    if (rows := np.flatnonzero(reference.lost(of_y, of_x))).size:
         few = Forward(of_x[rows], _nearest(norm), of_y[rows], keep=False)
         forward(few)
         of_y[rows] = few.y
@@ -164,7 +164,7 @@ def _repeat_backward(
     of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
     none = Statistics(None, None, np.zeros(len(of_x)))
     if of_dx is not None:
-        rows = np.flatnonzero(~np.isfinite(of_dx).all(axis=1) if marks is None else marks)
+        rows = np.flatnonzero(reference.lost(of_dx, of_x, of_dy) if marks is None else marks)
         of_rows = None if of_dsum is None else of_dsum[rows]
         few = Backward(of_dy[rows], of_x[rows], norm, none, of_dx[rows], dsum=of_rows)
         _differentiate(few)
@@ -181,7 +181,7 @@ def _repeat_backward(
 def _differentiate(call: Backward) -> None:
     """Do a backward from a forward of its own, with rounding to nearest."""
     norm = _nearest(call.norm)
-    if len(call.x):
+    if call.x.size:
         statistics = forward(Forward(call.x, norm, np.empty_like(call.x)))
         backward(call._replace(statistics=statistics, norm=norm))
 
@@ -192,3 +192,4 @@ _core.prepare(
     *(form.dtype.type for form in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)),
 )  # fmt: skip
 memory.use(_core)
+control.use(_core)

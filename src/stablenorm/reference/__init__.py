@@ -12,7 +12,7 @@ from stablenorm.reference.equations import project, round_to, sum_rows
 from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Norm, Statistics
 
-__all__ = ["add", "backward", "forward", "project"]
+__all__ = ["add", "backward", "forward", "lost", "project"]
 
 # Products of three numbers within these, and sums of their squares, stay in the range of float64.
 LARGEST, SMALLEST = 2.0**300, 2.0**-300
@@ -35,7 +35,7 @@ def forward(call: Forward) -> Statistics:
         None if parts[0] is None else np.concatenate(parts).ravel()
         for parts in zip(*words, strict=True)
     )
-    again = np.arange(len(rare)) if _needs_integers(norm) else np.flatnonzero(rare)
+    again = np.flatnonzero(rare | lost(call.y, call.x) | _needs_integers(norm))
     uncertified.finish_forward(call, again, whole, rare)
     return whole
 
@@ -67,7 +67,8 @@ def backward(call: Backward) -> None:
             result[...] = totals[k] if call.partial else rounded(totals[k], result.dtype)[0]
     uncertified.finish_sums(call, columns, columns[:0], None)
     if call.dx is not None:
-        uncertified.write_dx(call, np.flatnonzero(rare | _needs_integers(norm)))
+        rare |= lost(call.dx, call.x, call.dy) | _needs_integers(norm)
+        uncertified.write_dx(call, np.flatnonzero(rare))
 
 
 @np.errstate(all="ignore")
@@ -75,6 +76,15 @@ def add(x: Array, residual: Array, total: Array) -> None:
     """Write ``x + residual``, rounded once, into `total`; arrays of one shape, of any layout."""
     # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
     np.add(x, residual, out=total, dtype=total.dtype)
+
+
+def lost(result: Array, *inputs: Array) -> Array:
+    """Tell which rows of finite inputs have no finite result: it may be the rounding errors of huge terms that cancel."""
+    rows: Array = ~np.isfinite(result).all(axis=1)
+    some = np.flatnonzero(rows)
+    for array in inputs:
+        rows[some] &= np.isfinite(array[some]).all(axis=1)
+    return rows
 
 
 def _widened(norm: Norm) -> Norm:

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from stablenorm.control import with_default_control
 from stablenorm.formats import format_of
 from stablenorm.reference.equations import round_to
 from stablenorm.reference.exact import Root, Row, integers_of, nearest, root_of
@@ -54,18 +55,18 @@ def as_partial(high: Array, low: Any = 0.0, error: Any = 0.0) -> Array:
     return total
 
 
+@with_default_control
 def merged(*parts: Array) -> Array:
     """
     Return the sums over the rows of all, arrays of PARTIAL or of exact sums, element by element.
 
     They are added in their order. A sum that is not finite is as in float64.
     """
-    with np.errstate(all="ignore"):
-        if parts[0].dtype == object:
-            exact: Array = functools.reduce(operator.add, parts)
-            return exact
-        words: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
-        return as_partial(*functools.reduce(_sum, words))
+    if parts[0].dtype == object:
+        exact: Array = functools.reduce(operator.add, parts)
+        return exact
+    words: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
+    return as_partial(*functools.reduce(_sum, words))
 
 
 def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
@@ -84,22 +85,22 @@ def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     return np.where(np.isfinite(total), high, total), low, error
 
 
+@with_default_control
 def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return partial sums rounded once to `dtype`, and which of them are uncertified."""
-    with np.errstate(all="ignore"):
-        finite = np.isfinite(total["high"])
-        high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
-        error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
-        # 0.0 - error: with -error an exact -0 would stay one.
-        ends = (two_sum(high, low + e) for e in (0.0 - error, error))
-        least, most = (round_to(high, dtype, low) for high, low in ends)
-        bits = f"u{dtype.itemsize}"
-        uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
-        uncertified |= (np.abs(high) < _TINY) & (high != 0)
-        least[~finite] = total["high"][~finite]
-        # There is one NaN.
-        least[np.isnan(least)] = np.nan
-        return least, uncertified
+    finite = np.isfinite(total["high"])
+    high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
+    error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
+    # 0.0 - error: with -error an exact -0 would stay one.
+    ends = (two_sum(high, low + e) for e in (0.0 - error, error))
+    least, most = (round_to(first, dtype, rest) for first, rest in ends)
+    bits = f"u{dtype.itemsize}"
+    uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
+    uncertified |= (np.abs(high) < _TINY) & (high != 0)
+    least[~finite] = total["high"][~finite]
+    # There is one NaN.
+    least[np.isnan(least)] = np.nan
+    return least, uncertified
 
 
 # ---- exact sums ----
@@ -174,6 +175,7 @@ class ExactSum:
 NOTHING: Any = ExactSum(0, {})
 
 
+@with_default_control
 def decide(values: Array, exact: Iterable[tuple[Any, ExactSum]]) -> None:
     """Write exact sums, rounded, to their places among rounded ones."""
     roots = dict[int, Root]()
