@@ -168,7 +168,10 @@ def forward(backend: str, call: Forward, layout: Layout, mask: Array | None) -> 
             for target, word in zip(whole, statistics, strict=True):
                 if target is not None:
                     target[rows] = word
-    return Statistics._make(whole) if whole else Statistics(*np.zeros((3, len(call.x))))
+    if whole:
+        return Statistics._make(whole)
+    zeros = np.zeros(len(call.x))
+    return Statistics(zeros, zeros, zeros) if norm.kind == "layer" else Statistics(None, None, zeros)
 
 
 def backward(

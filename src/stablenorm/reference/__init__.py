@@ -35,8 +35,10 @@ def forward(call: Forward) -> Statistics:
         None if parts[0] is None else np.concatenate(parts).ravel()
         for parts in zip(*words, strict=True)
     )
-    again = np.flatnonzero(rare | lost(call.y, call.x) | _needs_integers(norm))
-    uncertified.finish_forward(call, again, whole, rare)
+    again = rare | _needs_integers(norm)
+    if all(v is None or np.isfinite(v).all() for v in (norm.gamma, norm.beta)):
+        again |= lost(call.y, call.x)
+    uncertified.finish_forward(call, np.flatnonzero(again), whole, rare)
     return whole
 
 
