@@ -25,8 +25,8 @@ def forward(
     """Return y and the cache, None without `keep`; then y may overwrite x."""
     # Any backend needs the kernels loaded: they set the control word.
     plain = kernels().plain_forward
-    if not norm.gamma_offset and (backend is None or backend == "native"):
-        done: Any = plain(x, norm, axis, out, backend, keep, residual, where, threads)
+    if backend is None or backend == "native":
+        done: Any = plain(x, norm, axis, out, backend, keep, residual, where, threads, None)
         if done is not None:
             return done  # type: ignore[no-any-return]
     return _forward(x, norm, axis, out, backend, keep, residual, where, threads)
@@ -79,10 +79,8 @@ def backward(
         wrt = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     out = tuple(out) if type(out) is list else out
     gradients: Gradients | None = None
-    if not accumulate and isinstance(cache, Cache) and not cache.norm.gamma_offset:
-        gradients = kernels().plain_backward(
-            dy, cache, kind, wrt, out, dsum, sum_axes, None, None, accumulate, None
-        )
+    if sum_axes is None and not accumulate:
+        gradients = kernels().plain_backward(dy, cache, kind, wrt, out, dsum, None, None)
     if gradients is not None:
         return gradients
     return _backward(dy, cache, kind, wrt, out, dsum, sum_axes, accumulate)

@@ -63,11 +63,9 @@ _new = tuple.__new__
 
 def forward(call: Forward) -> Any:
     """Do what `reference.forward` does; it does what kernels decline."""
-    done = None
-    if call.y.dtype == call.x.dtype:
-        done = plain_forward(
-            call.x, call.norm, -1, call.y, None, call.keep, call.residual, None, call.threads, call.total, 1
-        )
+    done = plain_forward(
+        call.x, call.norm, -1, call.y, None, call.keep, call.residual, None, call.threads, call.total
+    )
     if done is None:
         return reference.forward(_declined(call))
     return done[1].statistics if call.keep else None
@@ -83,15 +81,18 @@ def backward(call: Backward) -> None:
         wanted.append("gamma")
     if call.dbeta is not None:
         wanted.append("beta")
-    done = None
-    if call.dx is None or call.dx.dtype == call.x.dtype:
-        out = call.dx, call.dgamma, call.dbeta
-        done = plain_backward(
-            call.dy, cache, call.norm.kind, tuple(wanted), out, call.dsum, None, None, None, False,
-            call.threads, 0, 1,
-        )  # fmt: skip
+    out, partial = (call.dx, call.dgamma, call.dbeta), None
+    if call.partial:
+        out, partial = (call.dx, None, None), np.zeros((2, call.x.shape[1], 3))
+    done = plain_backward(
+        call.dy, cache, call.norm.kind, tuple(wanted), out, call.dsum, call.threads, partial
+    )
     if done is None:
         reference.backward(_declined(call))
+    elif partial is not None:
+        for total, words in zip((call.dgamma, call.dbeta), partial.view(PARTIAL)[..., 0], strict=True):
+            if total is not None:
+                total[...] = words
 
 
 def _declined(call: Any) -> Any:
@@ -109,7 +110,7 @@ def _rows(*arrays: Any) -> list[Any]:
 
 
 def _finish_forward(
-    x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array, _: int
+    x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array
 ) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
     of_x, of_y = _rows(x, y)
@@ -119,17 +120,18 @@ def _finish_forward(
 
 def _finish_backward(
     dy: Array, x: Array, norm: Norm, stats: Statistics, out: Gradients, dsum: Array | None,
-    marks: Array, columns: Array, partial: Any, _: int,
+    marks: Array, columns: Array, partial: Any, unrounded: bool,
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
     of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
-    dgamma, dbeta = (v if v is None else v.reshape(-1) for v in (out.dgamma, out.dbeta))
-    is_partial = any(v is not None and v.dtype == PARTIAL for v in (dgamma, dbeta))
-    call = Backward(of_dy, of_x, norm, stats, of_dx, dgamma, dbeta, of_dsum, is_partial)
+    call = Backward(of_dy, of_x, norm, stats, of_dx, dsum=of_dsum, partial=unrounded)
     if partial is not None:
         parts = partial.reshape(2, -1, 3).view(PARTIAL)[..., 0]
+        sums = (v if v is None else v.reshape(-1) for v in (out.dgamma, out.dbeta))
+        dgamma, dbeta = parts if unrounded else sums
         unsummed = np.flatnonzero(marks & _UNSUMMED)
-        uncertified.finish_sums(call, columns.reshape(2, -1) != 0, unsummed, parts)
+        of_sums = call._replace(dgamma=dgamma, dbeta=dbeta)
+        uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
 
@@ -143,7 +145,7 @@ def _nearest(norm: Norm) -> Norm:
     return norm._replace(gamma=gamma, beta=beta, rounding="nearest")
 
 
-def _repeat_forward(x: Array, y: Array, norm: Norm, _: int) -> None:
+def _repeat_forward(x: Array, y: Array, norm: Norm) -> None:
     """Compute rows whose y is not finite again, with rounding to nearest."""
     of_x, of_y = _rows(x, y)
     if (rows := np.flatnonzero(reference.lost(of_y, of_x))).size:
@@ -153,13 +155,12 @@ def _repeat_forward(x: Array, y: Array, norm: Norm, _: int) -> None:
 
 
 def _repeat_backward(
-    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None,
-    marks: Array | None, accumulate: bool, _: int,
-) -> None:  # fmt: skip
+    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None, marks: Array | None
+) -> None:
     """
     Compute rows of dx and columns of sums that are not finite again, with rounding to nearest.
 
-    Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay, as do those that were added.
+    Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay.
     """
     of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
     none = Statistics(None, None, np.zeros(len(of_x)))
@@ -170,9 +171,7 @@ def _repeat_backward(
         _differentiate(few)
         of_dx[rows] = few.dx
     for name, total in (("dgamma", out.dgamma), ("dbeta", out.dbeta)):
-        if marks is not None or accumulate or total is None or total.dtype == PARTIAL:
-            continue
-        if not np.isfinite(total).all():
+        if marks is None and total is not None and not np.isfinite(total).all():
             again = np.empty_like(total).reshape(-1)
             _differentiate(Backward(of_dy, of_x, norm, none)._replace(**{name: again}))
             np.copyto(total, again.reshape(total.shape), where=~np.isfinite(total))
