@@ -73,7 +73,11 @@ def forward(call: Forward) -> Any:
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does; it does what kernels decline."""
-    cache = _new(Cache, (call.x, call.norm, (1,), call.statistics, "native", None))
+    norm = call.norm
+    if call.dbeta is not None and not call.partial:
+        # Kernels return the gradient of what there is: dbeta stands for beta, which no backward reads.
+        norm = _new(Norm, (norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
+    cache = _new(Cache, (call.x, norm, (1,), call.statistics, "native", None))
     wanted: list[str] = []
     if call.dx is not None:
         wanted.append("x")
@@ -179,7 +183,7 @@ def _repeat_backward(
 
 def _differentiate(call: Backward) -> None:
     """Do a backward from a forward of its own, with rounding to nearest."""
-    norm = _nearest(call.norm)
+    norm = _nearest(call.norm)._replace(beta=None)
     if call.x.size:
         statistics = forward(Forward(call.x, norm, np.empty_like(call.x)))
         backward(call._replace(statistics=statistics, norm=norm))
