@@ -191,7 +191,8 @@ class Cache(NamedTuple):
 def check_record(cache: Cache) -> None:
     """Raise unless each field of a cache, which may have been edited, holds what a forward puts there; gamma, beta apart."""
     check_rows(cache)
-    norm, where = cache.norm, cache.where
+    norm: Any = cache.norm
+    where = cache.where
     if type(norm) is not Norm or len(norm) != len(Norm._fields):
         msg = f"cache.norm must be the Norm of a forward, got {type(norm).__name__}"
         raise TypeError(msg)
