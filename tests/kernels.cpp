@@ -64,13 +64,13 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     c.x = rows_of(x, type, n), c.y = rows_of(y, type, n);
     c.gamma = (char*)gamma.data(), c.beta = (char*)beta.data(), c.gamma_type = c.beta_type = type;
     jobs::plan(c);
-    int state = jobs::run(c, threads);
+    int state = jobs::run(c, threads) == jobs::DECLINED;
     for (uint8_t& mark : marks) mark = 0;
     c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, n), c.dy = rows_of(dy, type, n);
     for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data(), c.sums_type[i] = type;
     for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n, c.partial[i] = (double*)partial.data() + 3 * i * n;
     jobs::plan(c);
-    state = 4 * state + jobs::run(c, threads);
+    state = 4 * state + (jobs::run(c, threads) == jobs::DECLINED);
     for (Bytes* data : {&y, &dx, &sums[0], &sums[1], &uncertified, &marks}) add_to(digest, data->data(), data->size());
     add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);
 }

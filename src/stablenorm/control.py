@@ -1,4 +1,4 @@
-"""The control word of the thread: results do not depend on whether the caller rounds upward or flushes subnormals."""
+"""The control word of a thread: no result depends on whether the caller rounds upward, flushes subnormals or traps."""
 
 import functools
 from collections.abc import Callable
@@ -9,27 +9,25 @@ import numpy as np
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# The compiled module, once it is loaded; without it, NumPy computes as the thread of the caller is set.
+_core: Any = None
 
-@functools.cache
-def _kernels() -> Any:
-    """Return the compiled module, None where it is not built: then NumPy computes as the caller's thread is set."""
-    try:
-        from stablenorm import _core  # noqa: PLC0415  # when first needed
-    except ImportError:
-        return None
-    return _core
+
+def use(core: Any) -> None:
+    """Take the compiled module, which sets control words."""
+    global _core  # noqa: PLW0603  # there is one of the process
+    _core = core
 
 
 def with_default_control(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that computes with the default control word, and tells NumPy to raise nothing."""
+    """Return a function that computes with the default control word, and never lets NumPy raise."""
 
     @functools.wraps(function)
     def inside(*args: P.args, **options: P.kwargs) -> R:
-        core = _kernels()
         with np.errstate(all="ignore"):
-            done: R = (
-                function(*args, **options) if core is None else core.call(function, args, options)
-            )
+            if _core is None:
+                return function(*args, **options)
+            done: R = _core.call(function, args, options)
             return done
 
     return inside

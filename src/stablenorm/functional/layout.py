@@ -43,7 +43,8 @@ class Layout(NamedTuple):
         # A memmap becomes a plain view.
         moved = np.asarray(array).transpose(self.order)
         if len(self.last) == moved.ndim:
-            moved = moved[np.newaxis]
+            # NumPy has no more than 64 axes; of so many, one has length 1.
+            moved = (moved if moved.ndim < 64 else moved.squeeze(moved.shape.index(1)))[np.newaxis]
         # A mask stays as it is: it may have length 1 along the normalized axes.
         if moved.dtype == np.bool_:
             return moved

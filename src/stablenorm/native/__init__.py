@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm import memory, reference
+from stablenorm import control, memory, reference
 from stablenorm.call import SUMS, Backward, Forward, of_rows, sample
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
@@ -144,7 +144,7 @@ def _repeat_forward(x: Array, y: Array, norm: Norm, samples: int) -> None:
     whole = Forward(of_x, _nearest(norm, samples), of_y, keep=False, samples=samples)
     for i in range(samples):
         one = sample(whole, i)
-        rows = np.flatnonzero(~np.isfinite(one.y).all(axis=1))
+        rows = np.flatnonzero(reference.lost(one.y, one.x))
         few = of_rows(one, rows)
         if rows.size and forward(few) is NotImplemented:
             reference.forward(few)
@@ -161,7 +161,7 @@ def _repeat_backward(
     Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay, as those do that were added.
     """
     n = x.shape[-1]
-    like_x = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
+    like_x: Any = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
     of_dy, of_x, of_dx, of_dsum = like_x
     none = Statistics(None, None, np.zeros(len(of_x)))
     whole = Backward(
@@ -174,15 +174,14 @@ def _repeat_backward(
     for i in range(samples):
         one = sample(whole, i)
         if one.dx is not None:
-            lost = (
-                ~np.isfinite(one.dx).all(axis=1) if marks is None else marks.reshape(samples, -1)[i]
-            )
+            marked = None if marks is None else marks.reshape(samples, -1)[i]
+            lost = reference.lost(one.dx, one.x, one.dy) if marked is None else marked
             few = of_rows(one, rows := np.flatnonzero(lost))._replace(dgamma=None, dbeta=None)
             _differentiate(few)
             one.dx[rows] = few.dx
         for name in SUMS:
             total = getattr(one, name)
-            if total is not None and not np.isfinite(total).all():
+            if total is not None and total.dtype != PARTIAL and not np.isfinite(total).all():
                 alone = {"dx": None, "dgamma": None, "dbeta": None, name: np.empty_like(total)}
                 _differentiate(again := one._replace(**alone))
                 np.copyto(total, getattr(again, name), where=~np.isfinite(total))
@@ -190,7 +189,7 @@ def _repeat_backward(
 
 def _differentiate(call: Backward) -> None:
     """Do a backward from a forward of its own."""
-    if len(call.x):
+    if call.x.size:
         once = Forward(call.x, call.norm, np.empty_like(call.x))
         done = forward(once)
         statistics = reference.forward(once) if done is NotImplemented else done
@@ -204,3 +203,4 @@ _core.prepare(
     *(form.dtype.type for form in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)),
 )  # fmt: skip
 memory.use(_core)
+control.use(_core)

@@ -136,6 +136,8 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     // v is dx less the bound: if v and v + 2 bound round alike, it is dx rounded. `beside_midpoints` moves v off midpoints.
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index count) INLINE_LAMBDA {
+        // Pass 1 leaves nothing behind a row; what is there must not overflow.
+        if (KEPT<T> && count < L) return row(first(load<L>(of.centered + j), count), first(load<L>(of.g + j), count));
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
         else return row(load<L>(dy + j, count), load<L>(x + j, count), load<L>(gamma + j));
     };

@@ -88,11 +88,21 @@ template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile 
     });
 }
 
-// Moves dx to the place of dy, or marks a row that overflowed, whose dy is needed again.
+bool is_finite(Type type, const char* row, Index n) {
+    bool finite = true;
+    of_type(type, [&](auto* kind) {
+        for (Index j = 0; j < n; j++) finite &= magnitude(number((decltype(kind))row + j)) < __builtin_inf();
+    });
+    return finite;
+}
+
+// Moves dx to the place of dy. If a row of finite inputs overflowed, marks it instead, since its dy is needed again.
 void put_over_dy(const Call& c, Index i, const char* dx) {
-    c.marks[i] = pool::has_overflowed();
-    if (c.marks[i]) __atomic_store_n(c.overflowed, true, __ATOMIC_RELAXED);
-    else memcpy(row_of(c.y, i), dx, (size_t)(c.n * BYTES[c.y.type]));
+    char* dy = row_of(c.y, i);
+    bool overflowed = pool::has_overflowed();
+    if (overflowed) __atomic_store_n(c.overflowed, true, __ATOMIC_RELAXED);
+    c.marks[i] = overflowed && !is_finite(c.y.type, dx, c.n) && is_finite(c.y.type, dy, c.n) && is_finite(c.x.type, row_of(c.x, i), c.n);
+    if (!c.marks[i]) memcpy(dy, dx, (size_t)(c.n * BYTES[c.y.type]));
 }
 
 template <int R, class M, class T>
