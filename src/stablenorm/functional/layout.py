@@ -98,7 +98,8 @@ class Layout(NamedTuple):
 def layout_of(shape: Shape, axes: Shape, *leads: Lead) -> Layout:
     """Return the layout of an x whose `axes` are normalized, cut where one of `leads` is not 1."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
-    lead = np.broadcast_shapes((1,) * len(others), *leads)
+    # numpy.broadcast_shapes takes no more than 32 axes.
+    lead = tuple(max(lengths) for lengths in zip((1,) * len(others), *leads, strict=True))
     cut = [axis for axis, length in zip(others, lead, strict=True) if length != 1]
     rest = [axis for axis in others if axis not in cut]
     leading, last = (tuple(shape[axis] for axis in part) for part in ((*cut, *rest), axes))
