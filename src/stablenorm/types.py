@@ -191,13 +191,13 @@ class Cache(NamedTuple):
 def check_record(cache: Cache) -> None:
     """Raise unless each field of a cache, which may have been edited, holds what a forward puts there; gamma, beta apart."""
     check_rows(cache)
-    norm: Any = cache.norm
-    where = cache.where
+    norm, where = cache.norm, cache.where
     if type(norm) is not Norm or len(norm) != len(Norm._fields):
         msg = f"cache.norm must be the Norm of a forward, got {type(norm).__name__}"
         raise TypeError(msg)
-    if not (isinstance(norm.kind, str) and norm.kind in ("layer", "rms")):
-        msg = f'cache.norm.kind must be "layer" or "rms", got {norm.kind!r:.60}'
+    kind: Any = norm.kind
+    if not (isinstance(kind, str) and kind in ("layer", "rms")):
+        msg = f'cache.norm.kind must be "layer" or "rms", got {kind!r:.60}'
         raise ValueError(msg)
     if (cache.statistics.mean is None) != (norm.kind == "rms"):
         msg = f"cache.statistics.mean must be None for RMS norm alone, got kind={norm.kind!r}"
