@@ -92,7 +92,11 @@ def assert_contract(exact, results, where=None, in_float64=False):
         wide = in_float64 and results[name].dtype == np.float64
         # Each of a few subnormal terms is rounded to the last place of their sum.
         subnormal = wide and result.worst_ulp <= 4
-        assert subnormal or result.worst_excess <= (OF_FLOAT64 if wide else 1.0), (name, result, where)
+        assert subnormal or result.worst_excess <= (OF_FLOAT64 if wide else 1.0), (
+            name,
+            result,
+            where,
+        )
 
 
 def assert_nearest(exact, results, where=None, in_float64=False):  # noqa: ARG001

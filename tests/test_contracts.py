@@ -212,7 +212,9 @@ def test_a_residual_is_added_and_rounded_once_to_the_wider_dtype(dtype, second, 
     residual[:3] = 1 + 2.0**-8, 1 + 2.0**-8, 2.0**-24 + 2.0**-70
     x, residual = x.astype(dtype)[None], residual.astype(second)[None]
     if dtype != second and dtype.itemsize == second.itemsize:
-        with pytest.raises(TypeError, match=r"residual must have dtype .*residual.astype\(x.dtype\)"):
+        with pytest.raises(
+            TypeError, match=r"residual must have dtype .*residual.astype\(x.dtype\)"
+        ):
             sn.layer_norm(x, residual=residual)
         return
     wide = max(dtype, second, key=lambda kind: kind.itemsize)

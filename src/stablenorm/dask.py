@@ -198,7 +198,14 @@ def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
 
 
 def backward(
-    dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, sum_axes: Any, accumulate: Any
+    dy: Any,
+    cache: LazyCache,
+    kind: str,
+    wrt: Any,
+    out: Any,
+    dsum: Any,
+    sum_axes: Any,
+    accumulate: Any,
 ) -> Gradients:
     """Do the work of `operations.backward` for the cache of a Dask array."""
     checks.checked_cache(cache, dy, kind)
@@ -255,8 +262,8 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
 
 def _again(which: int, dy: Any, uncertified: Any, *block: Any) -> Any:
     """Return the exact sums of a block for the columns that are uncertified."""
-    rows = operations.rows_of(dy, _filled(*block), threads_of_task())
-    return keywords.exact_sums(*rows, which, uncertified)
+    layout, call, mask = operations.rows_of(dy, _filled(*block), threads_of_task())
+    return keywords.exact_sums(layout, call, mask, which, uncertified)
 
 
 def _decided(values: Any, exact: Any) -> Any:

@@ -3,6 +3,7 @@
 import math
 import operator
 import sys
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -181,13 +182,13 @@ def check_record(cache: Cache) -> None:
     """Raise unless each field of a cache, which may have been edited, holds what a forward puts there; gamma, beta apart."""
     check_rows(cache)
     norm, where = cache.norm, cache.where
-    if (
-        type(norm) is not Norm
-        or len(norm) != len(Norm._fields)
-        or norm.kind not in ("layer", "rms")
-    ):
+    if type(norm) is not Norm or len(norm) != len(Norm._fields):
         msg = f"cache.norm must be the Norm of a forward, got {type(norm).__name__}"
         raise TypeError(msg)
+    kind: Any = norm.kind
+    if not (isinstance(kind, str) and kind in ("layer", "rms")):
+        msg = f'cache.norm.kind must be "layer" or "rms", got {kind!r:.60}'
+        raise ValueError(msg)
     if (cache.statistics.mean is None) != (norm.kind == "rms"):
         msg = f"cache.statistics.mean must be None for RMS norm alone, got kind={norm.kind!r}"
         raise ValueError(msg)
@@ -230,12 +231,12 @@ def check_rows(cache: Cache) -> None:
         )
         raise TypeError(msg)
     rows = math.prod(length for i, length in enumerate(x.shape) if i not in axis)
+    layer, wide = statistics.mean is not None, x.dtype == np.float64 and backend == "native"
+    needed = "rstd" + " mean_lo" * layer + " rstd_lo" * wide + " mean_tail" * (layer and wide)
     for name, word in zip(Statistics._fields, statistics, strict=True):
         like = (rows, 2) if name == "exponent" else (rows,)
         dtype = np.int16 if name == "exponent" else np.float64
-        needed = name == "rstd" or (statistics.mean is not None and name == "mean_lo")
-        needed |= statistics.mean is not None is not statistics.rstd_lo and name == "mean_tail"
-        if word is None and not needed:
+        if word is None and name not in needed.split():
             continue
         if getattr(word, "dtype", None) != dtype or (
             backend != "cuda" and type(word) is not np.ndarray
@@ -267,7 +268,7 @@ def real(name: str, value: Any) -> float:
     except OverflowError:
         return math.inf
     except (TypeError, ValueError):
-        msg = f"{name} must be a real number, got {value!r:.60}"
+        msg = f"{name} must be a real number, got {shorten(repr(value), 60)}"
         raise TypeError(msg) from None
 
 

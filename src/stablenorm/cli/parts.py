@@ -69,7 +69,7 @@ def check_memory(needed: int) -> None:
     there = memory.most(unknown=needed)
     if needed > there:
         came = f"{-(-needed >> 30)} GiB, of {there >> 30} GiB"
-        msg = f"x and all made of it must fit in memory, got {came}; take less of it"
+        msg = f"x and all results must fit in memory, got {came}; take less of x"
         raise InputError(msg)
 
 

@@ -12,7 +12,6 @@ from stablenorm.cuda.driver import held, import_cupy
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
-
 # A kernel may write over its input.
 IN_PLACE = True
 

@@ -165,7 +165,7 @@ def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     lengths = list(shape)
     for axis in axes if is_whole else ():
         lengths[axis] = 1
-    return (counts if is_whole else mask) & np.ones(lengths, bool)  # type: ignore[no-any-return]
+    return (counts if is_whole else mask) & np.ones(lengths, bool)
 
 
 def check_mask(mask: Any, shape: Shape) -> None:
@@ -259,7 +259,7 @@ def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
         NEAREST: norm.rounding == "nearest",
         "RMS norm": norm.kind == "rms",
         "gamma_offset": norm.gamma_offset != 0.0,
-        LEADING: max(np.ndim(norm.gamma), np.ndim(norm.beta)) > len(axes),
+        LEADING: any(v is not None and v.ndim > len(axes) for v in (norm.gamma, norm.beta)),
     }
     return [feature for feature, is_there in has.items() if is_there]
 

@@ -51,14 +51,16 @@ class _Rows:
 
     def only(self, v: Array) -> Array:
         """Return `v` with 0 for elements that do not count."""
-        return v if self.mask is None else np.where(self.mask, v, 0.0)
+        only: Array = v if self.mask is None else np.where(self.mask, v, 0.0)
+        return only
 
     def mean(self, v: Array) -> Array:
         """Return the mean of each row of `v` over the elements that count; it is 0 at the others."""
         counts: Any = self.layout.shape[1]
         if self.mask is not None:
             counts = np.maximum(np.add.reduce(self.only(np.ones_like(v)), -1, keepdims=True), 1)
-        return np.add.reduce(v, axis=-1, keepdims=True) / counts  # type: ignore[no-any-return]
+        mean: Array = np.add.reduce(v, axis=-1, keepdims=True) / counts
+        return mean
 
     def jacobian(self, v: Array) -> Array:
         """Return ``J v``."""

@@ -99,16 +99,18 @@ def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
     """Return the rows that have one gamma, one beta and one mask, in groups."""
     if lead.count(1) == len(lead) and (mask is None or not mask.size):
         return [(slice(None), slice(None), None, 0, 0)]
-    samples = numbers_of(lead, layout)
-    keys, inside = samples, mask is not None and mask.shape[1] > 1
-    if mask is not None and not inside:
+    samples = keys = numbers_of(lead, layout)
+    inside = mask if mask is not None and mask.shape[1] > 1 else None
+    if inside is None and mask is not None:
         keys = np.where(mask[:, 0], keys, -1)
-    elif mask is not None:
+    elif inside is not None:
         # Rows of one sample and of equal bits get one number.
         known: dict[Any, int] = {}
-        bits = map(bytes, np.packbits(mask, 1))
+        bits = map(bytes, np.packbits(inside, 1))
         pairs = list(zip(samples.tolist(), bits, strict=True))
-        keys = np.array([known.setdefault(pair, len(known)) if any(pair[1]) else -1 for pair in pairs])
+        keys = np.array(
+            [known.setdefault(pair, len(known)) if any(pair[1]) else -1 for pair in pairs]
+        )
     order = keys.argsort(kind="stable")
     ordered, parts, start = keys[order], list[Part](), 0
     ends = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
@@ -119,8 +121,8 @@ def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
             # Adjacent rows are a view.
             rows = slice(first, last + 1)
         at, columns = rows, None
-        if inside and not mask[first].all():
-            columns = mask[first].nonzero()[0]
+        if inside is not None and not inside[first].all():
+            columns = inside[first].nonzero()[0]
             at = some[:, None], columns
         if ordered[start] >= 0:
             parts.append((at, rows, columns, first, int(samples[first])))
@@ -167,11 +169,13 @@ def forward(backend: str, call: Forward, layout: Layout, mask: Array | None) -> 
             whole = whole or [w if w is None else np.zeros(len(call.x)) for w in statistics]
             for target, word in zip(whole, statistics, strict=True):
                 if target is not None:
-                    target[rows] = word
+                    # Rows without digits that others have go to integers.
+                    target[rows] = np.nan if word is None else word
     if whole:
         return Statistics._make(whole)
     zeros = np.zeros(len(call.x))
-    return Statistics(zeros, zeros, zeros) if norm.kind == "layer" else Statistics(None, None, zeros)
+    mean = zeros if norm.kind == "layer" else None
+    return Statistics(mean, mean, zeros, zeros, mean)
 
 
 def backward(

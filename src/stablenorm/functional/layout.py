@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     def read(self, array: Array) -> Array:
         """Return the rows of an array: a view, or a copy."""
-        rows = self.arrays.see_rows(array, self.order, self.shape)
+        rows: Array | None = self.arrays.see_rows(array, self.order, self.shape)
         if rows is None:
             rows = self._new(array)
             rows.reshape(self.lengths)[...] = array.transpose(self.order)

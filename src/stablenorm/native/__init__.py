@@ -64,10 +64,25 @@ _new = tuple.__new__
 def forward(call: Forward) -> Any:
     """Do what `reference.forward` does; it does what kernels decline."""
     done = plain_forward(
-        call.x, call.norm, -1, call.y, None, call.keep, call.residual, None, call.threads, call.total
+        call.x,
+        call.norm,
+        -1,
+        call.y,
+        None,
+        call.keep,
+        call.residual,
+        None,
+        call.threads,
+        call.total,
     )
     if done is None:
-        return reference.forward(_declined(call))
+        statistics = reference.forward(_declined(call))
+        if call.x.dtype == np.float64:
+            # No row has the digits of pairs: the backward sends them to integers.
+            lost = np.full(len(call.x), np.nan)
+            tail = None if statistics.mean is None else lost
+            statistics = statistics._replace(rstd_lo=lost, mean_tail=tail)
+        return statistics
     return done[1].statistics if call.keep else None
 
 
@@ -94,7 +109,9 @@ def backward(call: Backward) -> None:
     if done is None:
         reference.backward(_declined(call))
     elif partial is not None:
-        for total, words in zip((call.dgamma, call.dbeta), partial.view(PARTIAL)[..., 0], strict=True):
+        for total, words in zip(
+            (call.dgamma, call.dbeta), partial.view(PARTIAL)[..., 0], strict=True
+        ):
             if total is not None:
                 total[...] = words
 
@@ -113,9 +130,7 @@ def _rows(*arrays: Any) -> list[Any]:
     return [v if v is None else v.reshape(-1, v.shape[-1]) for v in arrays]
 
 
-def _finish_forward(
-    x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array
-) -> None:
+def _finish_forward(x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
     of_x, of_y = _rows(x, y)
     lost = None if stats is None else stats.out_of_range
@@ -177,7 +192,8 @@ def _repeat_backward(
     for name, total in (("dgamma", out.dgamma), ("dbeta", out.dbeta)):
         if marks is None and total is not None and not np.isfinite(total).all():
             again = np.empty_like(total).reshape(-1)
-            _differentiate(Backward(of_dy, of_x, norm, none)._replace(**{name: again}))
+            call: Any = Backward(of_dy, of_x, norm, none)
+            _differentiate(call._replace(**{name: again}))
             np.copyto(total, again.reshape(total.shape), where=~np.isfinite(total))
 
 

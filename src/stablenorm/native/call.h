@@ -36,11 +36,11 @@ struct Rows {
 };
 inline char* row_of(const Rows& a, Index i) { return a.data + i * a.stride; }
 
-// Length of a scratch vector, in float64: whole cache lines, and no multiple of 4096 bytes, at which loads would wait for
-// unrelated stores.
+// Length of a scratch vector, in float64: whole cache lines, and not just beyond a multiple of 4096 bytes, at which loads would
+// wait for stores to the vector before. (2, 64, 4096) backward: 128 bytes beyond one, 1.08 of the time.
 inline Index padded(Index n) {
     Index lines = (n + 15) / 16 * 16 + 16;
-    return lines + (lines % 512 == 0 ? 16 : 0);
+    return lines + (lines % 512 < 64 ? 64 : 0);
 }
 
 // Hands out pieces of memory; without memory, counts the float64 that are needed.

@@ -4,6 +4,8 @@ The backend "numpy": the equations in NumPy on (rows, n), in float64, rounded on
 `equations` has them; `uncertified` does rows that are out of range, and with rounding="nearest" all, with integers.
 """
 
+from typing import Any
+
 import numpy as np
 
 from stablenorm.call import Backward, Forward
@@ -82,16 +84,18 @@ def add(x: Array, residual: Array, total: Array) -> None:
 
 def lost(result: Array, *inputs: Array) -> Array:
     """Tell which rows of finite inputs have no finite result: it may be the rounding errors of huge terms that cancel."""
-    rows: Array = ~np.isfinite(result).all(axis=1)
+    rows: Any = ~np.isfinite(result).all(axis=1)
     some = np.flatnonzero(rows)
     for array in inputs:
         rows[some] &= np.isfinite(array[some]).all(axis=1)
-    return rows
+    return rows  # type: ignore[no-any-return]
 
 
 def _widened(norm: Norm) -> Norm:
     """Return `norm` with gamma and beta in float64."""
-    gamma, beta = (v if v is None else v.ravel().astype(np.float64) for v in (norm.gamma, norm.beta))
+    gamma, beta = (
+        v if v is None else v.ravel().astype(np.float64) for v in (norm.gamma, norm.beta)
+    )
     return norm._replace(gamma=gamma, beta=beta)
 
 
@@ -103,7 +107,8 @@ def _needs_integers(norm: Norm) -> bool:
 
 def _out_of_range(*arrays: Array) -> Array:
     """Tell which rows have a number that is out of range."""
-    return np.logical_or.reduce([_outside(array).any(axis=1) for array in arrays])
+    rows: Array = np.logical_or.reduce([_outside(array).any(axis=1) for array in arrays])
+    return rows
 
 
 def _outside(values: Array) -> Array:

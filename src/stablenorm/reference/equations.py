@@ -98,7 +98,8 @@ def project(v: Array, xhat: Array, kind: str = "layer") -> Array:
     if kind == "layer":
         # Center first: then mean(v * xhat) is safe however large mean(v) is.
         v = v - row_mean(v)
-    return v - xhat * row_mean(v * xhat)
+    rest: Array = v - xhat * row_mean(v * xhat)
+    return rest
 
 
 def center(x: Array, kind: str) -> tuple[Array, Any, Any]:
@@ -124,8 +125,8 @@ def restore(x: Array, statistics: Statistics) -> Array:
 
 def row_mean(v: Array) -> Array:
     """Return the mean of each row, (rows, 1)."""
-    total: Array = np.add.reduce(v, axis=-1, keepdims=True)
-    return total / v.shape[-1]
+    mean: Array = np.add.reduce(v, axis=-1, keepdims=True) / v.shape[-1]
+    return mean
 
 
 def sum_rows(v: Array) -> Array:
@@ -133,7 +134,8 @@ def sum_rows(v: Array) -> Array:
     while len(v) > 1:
         half = len(v) // 2
         v = np.concatenate([v[:half] + v[len(v) - half :], v[half : len(v) - half]])
-    return np.add.reduce(v, 0)  # type: ignore[no-any-return]
+    total: Array = np.add.reduce(v, 0)
+    return total
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
@@ -164,4 +166,5 @@ def round_to(value: Array, dtype: np.dtype[Any], low: Any = None) -> Array:
         bits = value.view(np.int64)
         value = ((bits | ((bits & lost) + lost)) & ~lost).view(np.float64)
     # One rounding, in NumPy and in hardware: float64 -> float32 and float64 -> float16.
-    return value.astype(dtype)
+    narrow: Array = value.astype(dtype)
+    return narrow

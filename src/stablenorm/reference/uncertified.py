@@ -22,7 +22,8 @@ def finish_forward(call: Forward, rows: Array, stats: Statistics | None, lost: A
     """Write y of these rows, and the statistics of those that are `lost`."""
     for i in rows.tolist():
         row, x = _row_of(call.x[i], call.norm)
-        call.y[i] = _affine(row, *_parameters(call), call.y.dtype)
+        gamma, beta = _parameters(call)
+        call.y[i] = _affine(row, gamma, beta, call.y.dtype)
         if stats is None or not lost[i]:
             continue
         mean, stats.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
@@ -62,14 +63,16 @@ def finish_sums(call: Backward, columns: Array, unsummed: Array, partial: Any) -
 def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array:
     """Add the terms of some rows to partial sums, dgamma (0) or dbeta (1)."""
     for i in rows.tolist():
-        dy, low, error = call.dy[i].astype(np.float64), 0.0, 0.0
+        high = dy = call.dy[i].astype(np.float64)
+        low: Any = 0.0
+        error: Any = 0.0
         if which == 0:
             # dy xhat in two words: y with dy in the place of gamma, then what rounding took from it.
             row = _row_of(call.x[i], call.norm)[0]
             high = _affine(row, dy, np.zeros_like(dy), FLOAT64)
             low = _affine(row, dy, -high, FLOAT64)
-            dy, error = high, np.abs(high) * 2.0**-104 + 2.0**-1070
-        partial = merged(partial, as_partial(dy, low, error))
+            error = np.abs(high) * 2.0**-104 + 2.0**-1070
+        partial = merged(partial, as_partial(high, low, error))
     return partial
 
 

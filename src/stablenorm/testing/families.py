@@ -1,5 +1,5 @@
 """
-Hard inputs for a layer norm: the families F01 to F38, one table.
+Hard inputs for a layer norm: the families F01 to F38 and F41, one table.
 
 In each, implementations in use lose digits for one reason: an offset, a row constant but for its
 last bit, an outlier, squares that overflow or underflow, a cotangent that the projection
