@@ -64,7 +64,7 @@ class _Rows:
 
     def jacobian(self, v: Array) -> Array:
         """Return ``J v``."""
-        dx = np.empty_like(self.x)
+        dx: Array = np.empty_like(self.x)
         call = Backward(v, self.x, self.plain, self.statistics, dx)
         keywords.backward(self.backend, call, self.layout, self.mask)
         return dx
