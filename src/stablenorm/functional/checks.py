@@ -45,7 +45,8 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
         beta = convert("beta", beta)
         if beta.shape != shape:
             check_parameter("beta", beta, shape, x_shape, axes)
-    eps, rounding, offset = check_eps(norm.eps), norm.rounding, norm.gamma_offset
+    eps, offset = check_eps(norm.eps), norm.gamma_offset
+    rounding: Any = norm.rounding
     if type(offset) is not float:
         offset = real("gamma_offset", offset)
     if not math.isfinite(offset):

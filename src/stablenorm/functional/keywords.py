@@ -77,7 +77,6 @@ from stablenorm.functional.layout import Layout, Lead, layout_of
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.reference.sums import NOTHING, PARTIAL, merged
-from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, Cache, Norm, Statistics
 
 # The faster constructor of a NamedTuple.
@@ -159,7 +158,7 @@ def forward(backend: str, call: Forward, layout: Layout, where: Array | None) ->
     lead = None
     if not is_plain:
         lead = tuple(map(max, layout.lead_of(norm.gamma), layout.lead_of(norm.beta)))
-    mask, threads = layout.mask(where), threads or get_num_threads()
+    mask = layout.mask(where)
     parts = parts_of(layout, lead, mask)
     gammas, betas = _of_parts(norm.gamma, layout, parts), _of_parts(norm.beta, layout, parts)
     if mask is not None:
@@ -195,23 +194,21 @@ def backward(
 ) -> None:  # fmt: skip
     """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
     norm, is_plain = _norm_of(backend, call.norm, layout)
-    threads, main, of_beta = call.threads, None, None
-    is_whole = is_plain and where is None is sum_lead and not (accumulate or call.partial)
-    if not is_whole:
-        threads = threads or get_num_threads()
+    where = where if call.x.size else None
+    main = of_beta = None
     if not is_plain or sum_lead is not None:
         main, of_beta = layout.lead_of(norm.gamma), sum_lead or layout.lead_of(norm.beta)
         if call.dgamma is not None and sum_lead is not None:
             main = sum_lead
     own = _new(Norm, (norm.gamma, None, norm.eps, norm.kind, 0.0, norm.rounding))
-    inputs, others = (call.dy, call.x), (call.dsum, call.partial, threads)
+    inputs, others = (call.dy, call.x), (call.dsum, call.partial, call.threads)
     if call.dbeta is not None and of_beta != main:
         # dbeta alone needs no gamma, which may have another lead.
         alone = *inputs, own._replace(gamma=None), call.statistics, None, None, call.dbeta, *others
         _one_pass(backend, _new(Backward, alone), layout, where, of_beta, accumulate)
         call = call._replace(dbeta=None)
     fields = *inputs, own, call.statistics, call.dx, call.dgamma, call.dbeta, *others
-    if is_whole:
+    if is_plain and where is None is sum_lead and not (accumulate or call.partial):
         _whole(backend, _new(Backward, fields))
     else:
         _one_pass(backend, _new(Backward, fields), layout, where, main, accumulate)
@@ -226,7 +223,7 @@ def _whole(backend: str, call: Backward) -> None:
     fields = call.dy, call.x, call.norm, call.statistics, *results
     module_of(backend).backward(_new(Backward, fields))
     for total, result in zip(sums, (call.dgamma, call.dbeta), strict=True):
-        if result is not None and not result.flags.c_contiguous:
+        if total is not None and not result.flags.c_contiguous:
             result[...] = total.reshape(result.shape)
 
 
@@ -256,16 +253,32 @@ def _one_pass(
                 packed = total[i, : len(columns)].copy()
                 total[i] = np.zeros((), total.dtype)
                 total[i, columns] = packed
+    places: dict[int, list[int]] = {}
+    for i, part in enumerate(parts):
+        places.setdefault(part[4], []).append(i)
     for total, result in zip(sums, results, strict=True):
-        if total is not None:
-            _put_sums(total, result, parts, accumulate)
+        if total is None:
+            continue
+        # The sums of the parts of each sample, which are rounded once.
+        whole = np.zeros((result.size // n, n), total.dtype)
+        for sample, some in places.items():
+            whole[sample] = total[some[0]]
+            if len(some) > 1:
+                of_parts = total[some]
+                whole[sample] = merged(*of_parts) if call.partial else sum_rows(of_parts)
+        whole = whole.reshape(result.shape)
+        if accumulate:
+            whole = result.astype(float) + whole
+        result[...] = whole if whole.dtype == result.dtype else round_to(whole, result.dtype)
 
 
 def _part_of(call: Backward, part: Part, gamma: Any, sums: list[Any], i: int) -> Backward:
     """Return the backward of part `i`, whose sums are packed into row i of `sums`."""
     at, rows, *_ = part
     own = _new(Norm, (gamma, None, call.norm.eps, call.norm.kind, 0.0, call.norm.rounding))
-    words = _new(Statistics, [w if w is None else w[rows] for w in call.statistics])
+    words = []
+    for word in call.statistics:
+        words.append(word if word is None else word[rows])
     dsum = None if call.dsum is None else call.dsum[at]
     x, dx, (dgamma, dbeta) = call.x[at], call.dx, sums
     if dx is not None:
@@ -273,24 +286,7 @@ def _part_of(call: Backward, part: Part, gamma: Any, sums: list[Any], i: int) ->
     dgamma = None if dgamma is None else dgamma[i, : x.shape[1]]
     dbeta = None if dbeta is None else dbeta[i, : x.shape[1]]
     results = dx, dgamma, dbeta, dsum, call.partial, call.threads
-    return _new(Backward, (call.dy[at], x, own, words, *results))
-
-
-def _put_sums(total: Array, result: Array, parts: list[Part], accumulate: bool) -> None:
-    """Add up the sums of the parts of each sample, and write them, rounded once."""
-    whole = np.zeros((result.size // total.shape[1], total.shape[1]), total.dtype)
-    places: dict[int, list[int]] = {}
-    for i, part in enumerate(parts):
-        places.setdefault(part[4], []).append(i)
-    for sample, some in places.items():
-        whole[sample] = total[some[0]]
-        if len(some) > 1:
-            of_parts = total[some]
-            whole[sample] = merged(*of_parts) if total.dtype == PARTIAL else sum_rows(of_parts)
-    whole = whole.reshape(result.shape)
-    if accumulate:
-        whole = result.astype(float) + whole
-    result[...] = whole if whole.dtype == result.dtype else round_to(whole, result.dtype)
+    return _new(Backward, (call.dy[at], x, own, _new(Statistics, words), *results))
 
 
 def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:

@@ -111,7 +111,7 @@ def _backward(
     shape: Shape = ()
     if sum_axes is not None:
         lead, shape = checks.check_sum_axes(sum_axes, cache, layout_of(x.shape, axes))
-    asked = NAMES if wrt == NAMES else checks.asked_names(wrt)
+    asked = NAMES if wrt is NAMES else checks.asked_names(wrt)
     likes: Any = {"out.dx": x, "out.dgamma": norm.gamma, "out.dbeta": norm.beta}
     for which, called in zip(NAMES, likes, strict=True):
         if which not in asked:
