@@ -160,19 +160,29 @@ template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* 
 // to it, are multiples of the last bit of the smallest: the sum is 0 if its bound is less than that. n**2 2**-100 of the
 // largest number is far above the rounding errors of the sum.
 template <class T> NOINLINE bool is_mean(const T* x, Index n, double mean, double last_bits) {
-    bool is_there = false;
-    double least = __builtin_inf(), most = 0;
-    for (Index j = 0; j < n; j++) {
-        double v = number(x + j), size = magnitude(v);
-        is_there |= v == mean;
-        least = size < least && size > 0 ? size : least;
-        most = size > most ? size : most;
+    using I = Register<int64_t, WIDEST>;
+    // Sizes order like their bits.
+    I is_there = {}, least = I{} + INT64_MAX, most = {};
+    each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        N v = load<P>(x + j, count);
+        for (auto& lanes : v.v) {
+            I size = (I)lanes & INT64_MAX, other = size == 0 ? I{} + INT64_MAX : size;
+            is_there |= lanes == mean;
+            least = other < least ? other : least;
+            most = size > most ? size : most;
+        }
+    });
+    if (!any_of<WIDEST>(is_there, -1)) return false;
+    double smallest = __builtin_inf(), largest = 0;
+    for (int k = 0; k < WIDEST; k++) {
+        double low = ((Register<double, WIDEST>)least)[k], high = ((Register<double, WIDEST>)most)[k];
+        smallest = low < smallest ? low : smallest;
+        largest = high > largest ? high : largest;
     }
-    if (!is_there) return false;
     Sums sums = {};
     measure<true, true>(x, n, mean, sums, 0);
     Pairs sum = total(sums.plain);
-    return magnitude(sum.high.v[0][0] + sum.low.v[0][0]) + (double)n * (double)n * 0x1p-100 * most < least / last_bits;
+    return magnitude(sum.high.v[0][0] + sum.low.v[0][0]) + (double)n * (double)n * 0x1p-100 * largest < smallest / last_bits;
 }
 
 // Sets the center of a layer norm's row, if it has one.
