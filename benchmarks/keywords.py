@@ -109,7 +109,9 @@ def keywords() -> Iterator[Comparison]:
     second = lambda: sn.layer_norm_double_backward(x, dy, cache)
     comparisons = (
         Comparison("`gamma_offset=1.0`", offset, plain, both(gamma + 1, beta), FUNCTIONAL),
-        Comparison("gamma and beta per sample", both(scales, shifts), plain, by_samples, FUNCTIONAL),
+        Comparison(
+            "gamma and beta per sample", both(scales, shifts), plain, by_samples, FUNCTIONAL
+        ),
         Comparison("`sum_axes=1`", both(gamma, beta, sums=1), plain, by_samples, FUNCTIONAL),
         Comparison("`where=`, a quarter of the rows is padding", rows, plain, by_rows, FUNCTIONAL),
         Comparison("`accumulate=True`", accumulated, plain, added, FUNCTIONAL),
