@@ -85,12 +85,15 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
     elif name != "dx":
         inner = "dy xhat", "dy", "dy x", "dy y", "g xhat", "g", "g x", "g y", "xhat", "x"
         for product, rows, power in itertools.product(inner[: 3 if core else None], _ROWS, powers):
-            yield Term("", product, rows, power - 2 * core)
+            # Without a mean, x is xhat / rstd.
+            if case.kind == "layer" or "x" not in product.split():
+                yield Term("", product, rows, power - 2 * core)
     else:
         kinds = ("g", "dy", "gamma g") if case.gamma is not None else ("g",)
         means = _MEANS[:1] if core or not axes else _MEANS if axes > 1 else (*_MEANS[:2], _MEANS[3])
         usual = [("", ""), ("xhat", " xhat")]
-        odd = itertools.product(("", "x", "y", "xhat", "xhat xhat"), ("", " xhat", " x", " y"))
+        x = ("x", "y") if case.kind == "layer" else ("y",)
+        odd = itertools.product(("", *x, "xhat", "xhat xhat"), ("", " xhat", *(f" {a}" for a in x)))
         for power, over in itertools.product(powers, means):
             for outer, after in usual if core or over != "mean" else dict.fromkeys([*usual, *odd]):
                 yield from (Term(outer, kind + after, over, power) for kind in kinds)
@@ -100,7 +103,7 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
         for power, more in itertools.product(powers, ("", " xhat", " xhat xhat")[: 1 if core else 3]):
             yield from (Term("", kind + more, "", power) for kind in kinds)
         if not core:
-            yield from (Term("", word, "", power) for word in ("xhat", "x", "y") for power in powers)
+            yield from (Term("", word, "", power) for word in ("xhat", *x) for power in powers)
 
 
 def _changes(name: str, of: Expected) -> Iterator[Change]:
@@ -144,9 +147,11 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
 
 def _forwards(case: Case) -> Iterator[Change]:
     """Yield the xhat of each way to write a forward: other axes, variances, roots and places of eps."""
-    x, eps, last = case.x.astype(np.float64), case.eps, (case.x.ndim - 1,)
+    x, last = case.x.astype(np.float64), (case.x.ndim - 1,)
     subsets = (s for k in range(1, x.ndim + 1) for s in itertools.combinations(range(x.ndim), k))
-    for axes in sorted(subsets, key=lambda axes: axes != last):
+    problems = [(case.eps, axes) for axes in sorted(subsets, key=lambda axes: axes != last)]
+    # A forward that adds eps elsewhere does not show which it has.
+    for eps, axes in problems + [(eps, last) for eps in _EPS]:
         count, mean = math.prod(x.shape[axis] for axis in axes), x.mean(axes, keepdims=True)
         squares = [np.square(a).mean(axes, keepdims=True) for a in (x - mean, x)]
         for size, less, centered in itertools.product(("var", "mean(x^2)"), (0, 1), (True, False)):
@@ -296,7 +301,11 @@ def read(
         terms = [*_terms(name, cases[0], core=bool(change.words))]
         levels = (2,) if is_y else (0, 1, 2) if change.words else (0,)
         terms = [term._replace(changed=k) for term in terms for k in levels]
-        chosen = [terms[i] for i in _sparse(draws[0].columns(terms, change), draws[0].target, tolerance, _MOST[name])]
+        matrix, target = draws[0].columns(terms, change), draws[0].target
+        # The few terms of y fit together, or not at all.
+        if is_y and not _fitted(matrix, target, tolerance):
+            continue
+        chosen = [terms[i] for i in _sparse(matrix, target, tolerance, _MOST[name])]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
             continue
         fits = [_fitted(d.columns(chosen, c), d.target, tolerance) for d, c in zip(draws, changes, strict=True)]
@@ -417,7 +426,10 @@ def _cause(
     sentences = []
     for template, places in found.items():
         subject = " and ".join(_SLOTS[place] for place in sorted(places))
-        if sorted(places) == sorted(slots) and template[-2:] != "dx":
+        # Terms that could have it: g has no mean and no xhat.
+        able = {*slots} - ({0} if template.startswith(("gamma is applied after", "the mean of x", "the mean is")) else set())
+        able &= {2} if template.startswith("the mean of x") or template.startswith("the mean is") else able
+        if {*places} == able and template[-2:] != "dx":
             subject = name
         elif sorted(places) == [1, 2] and "{at}" in template:
             subject = "the two means"

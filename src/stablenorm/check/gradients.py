@@ -190,6 +190,8 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
         why = _NO_ARGUMENT if array is None else "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
+        # A string says why there is none.
+        fault = fault or (gradient if isinstance(gradient, str) else "")
         gradient = array if fault else as_array("the gradient", gradient, array.shape)
         if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
             first = f"{gradient[places[0]]} at {places[0]}"

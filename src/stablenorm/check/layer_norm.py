@@ -121,7 +121,8 @@ def _check(
     takes: tuple[str, ...] = PARAMETERS
     # A function without a signature or known names gets its arguments in order.
     with contextlib.suppress(TypeError, ValueError):
-        forward, backward, takes = adapt(forward, backward)
+        forward, backward, pair = adapt(forward, backward)
+        takes = pair.takes
     if x is None:
         x, *ours = closed_form.example((4, 8), rng)
         if normalize_axis_tuple(axis, 2) == (0,):
@@ -226,6 +227,25 @@ class _Found(NamedTuple):
     causes: tuple[str, ...] = ()
 
 
+@np.errstate(all="ignore")
+def axes_of(
+    kind: str, forward: Any, backward: Any, x: Array, gamma: Any, beta: Any, eps: float, axis: Any = -1
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the axes over which y is normalized, `axis` moved last; empty if y shows none."""
+    axes, rng = normalize_axis_tuple(axis, x.ndim), np.random.default_rng(0)
+    if axes != (x.ndim - 1,):
+        forward, backward, x, gamma, beta = _moved(forward, backward, x, gamma, beta, axes)
+    with contextlib.suppress(FaultError):
+        operation = Operation(lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps), backward)
+        case = Case(x, gamma, beta, eps, x, kind)
+        case = case._replace(eps=closed_form.read_eps(operation, case)[0])
+        if not closed_form.judge(operation, closed_form.ordinary(case, rng))["y"].wrong:
+            return (x.ndim - 1,)
+        found, _ = _read(operation, case, rng, ["y"], [str(a) for a in range(x.ndim)])
+        return found["y"].axes if found else ()
+    return ()
+
+
 def _is_narrow(operation: Operation, case: Case, rng: Generator) -> bool:
     """Tell whether y of float64 data is right to the rounding of float32 alone."""
     with contextlib.suppress(FaultError):
@@ -247,10 +267,7 @@ def _look(
     # The caller's data with a random dy.
     case = case._replace(dy=rng.standard_normal(case.x.shape).astype(y.dtype))
     eps, takes_eps = closed_form.read_eps(operation, case)
-    if eps != case.eps:
-        message = f"the eps given, {case.eps:g}, is not used: it is {eps:g} inside"
-        findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
-    case = case._replace(eps=eps)
+    given, case = case.eps, case._replace(eps=eps)
     # Judge every element on the caller's data and on ours, y first.
     both = case, closed_form.ordinary(case, rng)
     outputs = [closed_form.judge(operation, data) for data in both]
@@ -263,6 +280,9 @@ def _look(
             kind = {"layer": "layer", "rms": "RMS"}[case.kind]
             causes = causes or (f"this is not the {kind} normalization asked for: {said}",)
             return _Found({}, found, causes)
+    if eps != given:
+        message = f"the eps given, {given:g}, is not used: it is {eps:g} inside"
+        findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
     judged = {name: [by_name[name] for by_name in outputs] for name in outputs[0] if name != "y"}
     right = [n for n, both in judged.items() if all(output.right for output in both)]
     for name in (equation, *(f"every element of {n} is right" for n in right)):

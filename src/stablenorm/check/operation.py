@@ -143,12 +143,21 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
 
 def leaves(cache: Any, depth: int = 4) -> Iterator[Array]:
     """Yield the arrays in a cache; the depth is enough for a layer in a block in a model."""
-    if isinstance(cache, np.ndarray):
-        yield cache
-    elif depth and not isinstance(cache, (type, ModuleType)):
-        named = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
-        for part in [*(cache if isinstance(cache, (tuple, list)) else ()), *named.values()]:
-            yield from leaves(part, depth - 1)
+    return (array for _, array in arrays_in(cache, depth))
+
+
+def arrays_in(owner: Any, depth: int = 4, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """Yield the arrays in an object, and the attributes, keys and places that lead to them."""
+    if isinstance(owner, np.ndarray):
+        yield path, owner
+    elif depth and not isinstance(owner, (type, ModuleType)):
+        named = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        slots = getattr(owner, "__slots__", ())
+        slots = (slots,) if isinstance(slots, str) else slots
+        listed = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
+        parts = [*listed.items(), *named.items(), *((n, getattr(owner, n, None)) for n in slots)]
+        for name, part in parts:
+            yield from arrays_in(part, depth - 1, (*path, str(name)))
 
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:

@@ -1,0 +1,69 @@
+"""Work on a user's code in a process of its own, whatever that code does to it."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from stablenorm.cli.parts import InputError
+
+
+def run_apart(work: Callable[[Any], Any], argument: Any, timeout: float | None) -> Any:
+    """
+    Return ``work(argument)`` of a new process; InputError says how it ended without a result.
+
+    The process has no input; its errors are not shown. It is ended as soon as its result is here, so
+    that no thread of it goes on.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    # The result has a pipe of its own: the code may print, or close its streams.
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_child, args=(work, argument, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not wait([receiver, process.sentinel], timeout):
+            msg = f"no verdict within {timeout:g} s, see --timeout"
+            raise InputError(msg)
+        # A result may arrive together with the end of the process.
+        with contextlib.suppress(EOFError, OSError):
+            if receiver.poll():
+                error, result = receiver.recv()
+                if error:
+                    raise error
+                return result
+        process.join()
+        code = process.exitcode or 0
+        how = f"with status {code}" if code >= 0 else f"by the signal {signal.Signals(-code).name}"
+        msg = f"no verdict: the process that ran the code ended {how}"
+        raise InputError(msg)
+    finally:
+        process.kill()
+        process.join()
+
+
+def silence(*streams: int) -> None:
+    """Let nothing come through 1, stdout, or 2, stderr."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+def _child(work: Callable[[Any], Any], argument: Any, sender: Any) -> None:
+    # The parent answers an interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    error, result = None, None
+    try:
+        result = work(argument)
+    except MemoryError:
+        error = InputError("the code of the file needs more memory than there is")
+    except Exception as raised:  # noqa: BLE001 - what follows from results that nobody foresaw
+        known = isinstance(raised, (InputError, OSError))
+        error = InputError("the check cannot go on: " * (not known) + f"{type(raised).__name__}: " * (not known) + " ".join(str(raised).split()))
+    silence(1, 2)
+    sender.send((error, result))
