@@ -94,9 +94,11 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
         usual = [("", ""), ("xhat", " xhat")]
         x = ("x", "y") if case.kind == "layer" else ("y",)
         odd = itertools.product(("", *x, "xhat", "xhat xhat"), ("", " xhat", *(f" {a}" for a in x)))
+        # Where rows are summed, rstd may stand inside.
+        kinds_of = lambda over: kinds + tuple(f"{kind} rstd" for kind in kinds) * (over not in ("", "mean"))
         for power, over in itertools.product(powers, means):
             for outer, after in usual if core or over != "mean" else dict.fromkeys([*usual, *odd]):
-                yield from (Term(outer, kind + after, over, power) for kind in kinds)
+                yield from (Term(outer, kind + after, over, power) for kind in kinds_of(over))
                 # A mean over the rows keeps columns apart: gamma is the same inside and outside.
                 if len(kinds) > 1 and over in (_MEANS[0], _MEANS[3]):
                     yield Term(f"gamma {outer}".strip(), f"dy{after}", over, power)
@@ -194,7 +196,7 @@ class _Draw:
         self.of, self.shape = Expected(case, 2.0**-53), case.x.shape
         of, x = self.of, case.rows(case.x)
         self.values = {"dy": of.dy, "gamma": of.gamma, "beta": of.beta, "g": of.g, "x": x}
-        self.values["y"] = of.gamma * of.xhat + of.beta
+        self.values |= {"y": of.gamma * of.xhat + of.beta, "rstd": of.rstd}
         rows = actual.astype(np.float64).reshape(-1, case.n)
         # Divide by the size of each row, lest one with a large rstd speak for all.
         sizes = np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
@@ -302,8 +304,8 @@ def read(
         levels = (2,) if is_y else (0, 1, 2) if change.words else (0,)
         terms = [term._replace(changed=k) for term in terms for k in levels]
         matrix, target = draws[0].columns(terms, change), draws[0].target
-        # The few terms of y fit together, or not at all.
-        if is_y and not _fitted(matrix, target, tolerance):
+        # Terms that do not fit together hold none that do.
+        if len(terms) < len(target) and not _fitted(matrix, target, tolerance):
             continue
         chosen = [terms[i] for i in _sparse(matrix, target, tolerance, _MOST[name])]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
@@ -348,7 +350,7 @@ _AGREE = {"is": "are", "has": "have", "lacks": "lack"}
 
 def _slot(term: Term) -> int:
     """Return the place of a term: 0 for g or a sum, 1 for the mean of g, 2 for the xhat term, -1 for others."""
-    outer, inner = ({*words.split()} - {"gamma", "g", "dy"} for words in term[:2])
+    outer, inner = ({*words.split()} - {"gamma", "g", "dy", "rstd"} for words in term[:2])
     if term.over in _ROWS:
         return 0 if term.over == "sum" else -1
     if not {"g", "dy"} & {*term.inner.split()} or (not term.over and inner):
@@ -377,7 +379,7 @@ def _deviations(term: Term, factor: str, right: Term, sign: str, sizes: tuple[in
         yield "{} is what dgamma should be" if "xhat" in words else "xhat is missing from {}, which is what dbeta should be"
     for made in sorted(words & {"x", "y"}):
         yield f"{{}} {{is}} made of {made}, not of xhat{{at}}"
-    power = term.power - right.power
+    power = term.power - right.power + ("rstd" in words)
     if power:
         said = {-1: "{} {lacks} rstd{at}", 1: "{} {has} rstd twice{at}"}
         yield said.get(power, f"{{}} {{has}} rstd^{power + 1} in place of rstd{{at}}")
@@ -409,9 +411,11 @@ def _cause(
     for term, factor in named.items():
         slot = _slot(term)
         if term.over in _ROWS and slot < 0:
-            alone = len(named) == 1
-            said = "alone is in {}, overwritten, not accumulated" if alone else {"1": "is accumulated twice in {}", "-1": "is not accumulated in {}"}.get(factor, "")
-            if not said or len(named) > 2 or not any(_slot(t) == 0 and t[:2] == term[:2] for t in named) > alone - 1:
+            whole = [t[:2] for t in named if t.over == "sum"]
+            said = {"1": "is accumulated twice in {}", "-1": "is not accumulated in {}"}.get(factor, "")
+            if not whole and len(named) == 1:
+                said = "alone is in {}, overwritten, not accumulated"
+            elif whole != [term[:2]] or not said:
                 return ""
             ends.append(f"the {term.over} {said.format(name)}")
             continue

@@ -23,6 +23,7 @@ NAMES = {
     "cache": "cache ctx saved context memo state tape cached res residuals savedtensors stash aux intermediates store caches",
     "dy": "dy dout grad gradoutput gradout upstream dldy dout gy ct cotangent delta dz dnext doutput gradoutputs outgrad error err v ybar g",
     "train": "training train istraining trainmode mode",
+    "rate": "rate learningrate lr eta stepsize alpha",
     "shape": "normalizedshape shape",
     # What no norm of one x has: such code is refused by name.
     "others": "residual skip shortcut identity mask attentionmask attnmask paddingmask dropout rng key generator where keepprob prob p rate",
@@ -156,8 +157,14 @@ class Pair(NamedTuple):
         # Without results, what remains is a learning rate: a power of two, so that it loses no digit.
         left, own = iter(saved), dict[str, Any]()
         for name, role in self.of_backward.items():
-            made = np.zeros_like(values.get(role[1:], dy)) if role[:1] == "d" and role != "dy" else next(left, RATE)
-            own[name] = values[name] if name in values and role not in ("dy", "cache") else values.get(role, made)
+            if role in ("dy", "cache") or (role in values and name not in values):
+                own[name] = values[role]
+            elif name in values:
+                own[name] = values[name]
+            elif role[:1] == "d":
+                own[name] = np.zeros_like(values.get(role[1:], dy))
+            else:
+                own[name] = RATE if role == "rate" else next(left, RATE)
         if "cache" in self.of_backward.values() and not saved:
             msg = "the forward must return (y, cache), got y alone"
             raise FaultError(msg)
@@ -204,6 +211,7 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
     dy = next((n for n in usual if key_of(n) != "g" or n == needed[0]), usual[-1] if usual else "")
     cache = next((n for n in needed if n != dy and n not in of_forward and role_of(n, ("cache",))), "")
     roles, has_buffers = {dy: "dy", cache: "cache"}, "out" in of_forward.values()
+    roles |= {name: "rate" for name in needed if name not in of_forward and role_of(name, ("rate",))}
     roles.pop("", None)
     open_names = list[str]()
     for name in is_required:
@@ -218,7 +226,7 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
             open_names.append(name)
     if not dy and open_names:
         roles[open_names.pop(0)] = "dy"
-    if len(needed) == 2 and len(open_names) == 1 and not cache and "x" not in roles.values():
+    if len(needed) == 2 and len(open_names) == 1 and len(roles) == 1:
         roles[open_names.pop()] = "cache"
     roles |= dict.fromkeys(open_names, "result")
     roles |= {name: "train" for name in needed if role_of(name, ("train",))}

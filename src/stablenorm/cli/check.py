@@ -227,6 +227,8 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, t
                 if not wrong:
                     return found
                 accepted += [found] * bool(is_last)
+                if norm.cure and " raised " in wrong:
+                    raise parts.InputError(norm.cure)
             except FaultError as fault:
                 wrong = str(fault)
                 last = last or fault
@@ -244,10 +246,9 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
     try:
         with np.errstate(all="ignore"):
             y, cache = norm.forward(*data, eps)
-    except FaultError:
-        raise
-    except BaseException as error:
-        raise FaultError.of(error) from None
+    except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
+        fault = error if isinstance(error, FaultError) else FaultError.of(error)
+        raise FaultError(norm.cure) if norm.cure else fault from None
     try:
         with np.errstate(all="ignore"):
             gradients = norm.backward(np.ones_like(data[0]), cache)
@@ -255,7 +256,7 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
         # The returned gradients cannot be told apart: nothing can be checked.
         raise
     except BaseException as error:  # noqa: BLE001
-        return str(FaultError.of(error))
+        return f"your backward raised {FaultError.of(error)}"
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and not isinstance(actual, str) and np.shape(actual) != array.shape:

@@ -3,11 +3,11 @@
 import contextlib
 import inspect
 import itertools
-import os
+import math
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from stablenorm.check import roles
 from stablenorm.check.operation import FaultError, arrays_in
-from stablenorm.check.roles import ARGUMENTS, PARAMETERS, Pair, gradient_role, key_of, role_of
+from stablenorm.check.roles import PARAMETERS, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
 from stablenorm.types import Array
 
@@ -115,6 +115,8 @@ class Norm(NamedTuple):
     takes: tuple[str, ...]
     signature: str
     name: str
+    # What to say if it raises: its constructor got a guess.
+    cure: str = ""
 
 
 def adapt_functions(
@@ -157,7 +159,7 @@ def adapt_class(file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[i
     methods = [next(m for m in names if m in dir(class_)) for names in _METHODS]
     if isinstance(inspect.getattr_static(class_, methods[0]), (staticmethod, classmethod)):
         return _of_pair(*(getattr(class_, method) for method in methods), name)
-    make = _maker(file, class_, init)
+    make, cure = _maker(file, class_, init)
 
     def prepared(x: Array, values: dict[Any, Array]) -> tuple[Any, Pair]:
         """Return a new instance with these values in its parameters, and its methods."""
@@ -175,7 +177,7 @@ def adapt_class(file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[i
         return instance, pair
 
     drawn = np.random.default_rng(0).standard_normal(shape)
-    places = _parameters(prepared, drawn, int(np.prod([shape[axis] for axis in axes])))
+    places = _parameters(prepared, drawn, math.prod(shape[axis] for axis in axes))
     _, pair = prepared(drawn, {})
     takes = tuple(role for role in PARAMETERS if role in {*places.values(), *pair.takes})
 
@@ -211,7 +213,7 @@ def adapt_class(file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[i
     told = "; ".join(f"{role} is {_spelled(path)}" for path, role in places.items())
     made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
     signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
-    return Norm(forward, backward, takes, signature, name)
+    return Norm(forward, backward, takes, signature, name, cure)
 
 
 def _spelled(path: tuple[str, ...]) -> str:
@@ -298,53 +300,45 @@ def _stored_gradients(
     return found
 
 
-def _maker(file: UserFile, class_: Any, init: str | None) -> Callable[[tuple[int, ...]], Any]:
-    """Return the function that makes an instance for these lengths; FaultError says what was tried."""
+def _maker(file: UserFile, class_: Any, init: str | None) -> tuple[Callable[[tuple[int, ...]], Any], str]:
+    """Return the function that makes an instance for these lengths, and words if it had to guess."""
     if init:
-        return lambda lengths: eval(init, file.names | {"n": int(np.prod(lengths)), "np": np})  # noqa: S307
-    required = [n for n, needed in roles.parameters(class_).items() if needed]
-    known = {"eps": 1e-5, "axis": -1, "training": True, "train": True}
-
-    def tries(lengths: tuple[int, ...]) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
-        n = int(np.prod(lengths))
-        values = known | {"gamma": np.ones(n), "beta": np.zeros(n)}
-        fixed = {name: values[role] for name in required if (role := role_of(name) or name) in values}
-        optional = {name: known[r] for name in roles.parameters(class_) if (r := role_of(name) or name) in ("eps", "axis")}
-        fixed |= {name: np.random.default_rng(0) for name in required if role_of(name, ("others",)) and key_of(name) in ("rng", "key", "generator")}
-        open_names = [name for name in required if name not in fixed]
-        firsts = [lengths, n] if len(lengths) > 1 else [n, lengths]
-        others = [1e-5, np.random.default_rng(0), n, None]
-        for first in firsts:
-            for rest in itertools.product(*[others] * max(len(open_names) - 1, 0)):
-                yield dict(zip(open_names, (first, *rest), strict=False)) | fixed | optional
-        # Nothing is required, or there are only *args.
-        for first in firsts:
-            yield (first,), optional | fixed
-        yield optional | fixed
-
-    works: list[int] = []
+        names = file.names | {"np": np}
+        return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""  # noqa: S307
+    asked = roles.parameters(class_)
+    required = [name for name, needed in asked.items() if needed]
+    generator = np.random.default_rng(0)
+    known: dict[str, Any] = {"eps": 1e-5, "axis": -1, "train": True, "others": generator, "beta": 0, "gamma": 1}
+    role = lambda name: role_of(name, ("eps", "gamma", "beta", "train", "others")) or name
+    # The first that is not known is the length of a row; for others, guesses are tried.
+    unknown = [name for name in required if role(name) not in known]
+    cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
+    cure = f'{class_.__name__} also requires {", ".join(unknown[1:]) or "nothing"}; say how it is made: --init "{class_.__name__}({cure})"'
+    works = list[int]()
 
     def make(lengths: tuple[int, ...]) -> Any:
-        failures = dict[str, None]()
-        n = int(np.prod(lengths))
-        for k, arguments in enumerate(itertools.islice(tries(lengths), 100)):
-            if works and k not in works:
+        n, failures = math.prod(lengths), list[str]()
+        values = known | {"gamma": np.ones(n), "beta": np.zeros(n)}
+        # With a default they are left: bias=True is a switch.
+        options = {a: values[role(a)] for a, needed in asked.items() if role(a) in values and (needed or role(a) in ("eps", "axis"))}
+        lasts = itertools.product((1e-5, generator, n), repeat=max(len(unknown) - 1, 0))
+        tries = [(first, *rest) for rest in lasts for first in dict.fromkeys([lengths, n] if len(lengths) > 1 else [n, lengths])]
+        tries = [(dict(zip(unknown, values, strict=False)), ()) for values in tries] if unknown else []
+        # Nothing is required, or *args.
+        for k, (named, listed) in enumerate([*tries, ({}, (n,)), ({}, (lengths,)), ({}, ())]):
+            if works and k != works[0]:
                 continue
-            positional, options = arguments if isinstance(arguments, tuple) else ((), arguments)
             try:
-                instance = class_(*positional, **options)
-                gammas = [a for path, a in arrays_in(instance) if role_of(path[-1]) == "gamma"]
-                if gammas and gammas[0].size != n:
-                    failures[f"its gamma does not have {n} elements"] = None
-                    continue
+                instance = class_(*listed, **named, **options)
+            except Exception as error:  # noqa: BLE001 - whatever a constructor raises
+                failures.append(str(FaultError.of(error)))
+                continue
+            gammas = [a.size for path, a in arrays_in(instance) if role_of(path[-1]) == "gamma"]
+            if not gammas or n in gammas:
                 works[:] = [k]
                 return instance
-            except Exception as error:  # noqa: BLE001 - whatever a constructor raises
-                failures[str(FaultError.of(error))] = None
-        cure = ", ".join(["8", *(f"{name}=None" for name in required[1:])])
-        said = f"{class_.__name__} cannot be made from the length of a row; tell how: --init \"{class_.__name__}({cure})\""
-        unusual = ", ".join(required[1:])
-        said += f"; it also requires {unusual}" * bool(unusual)
-        raise FaultError(f"{said}: {next(iter(failures), '')}")
+            failures.append(f"its gamma does not have {n} elements")
+        msg = f"{class_.__name__} cannot be made from the length of a row: {failures[0]}; {cure}"
+        raise FaultError(msg)
 
-    return make
+    return make, cure * (len(unknown) > 1)
