@@ -85,9 +85,10 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
     elif name != "dx":
         inner = "dy xhat", "dy", "dy x", "dy y", "g xhat", "g", "g x", "g y", "xhat", "x"
         for product, rows, power in itertools.product(inner[: 3 if core else None], _ROWS, powers):
-            # Without a mean, x is xhat / rstd.
-            if case.kind == "layer" or "x" not in product.split():
-                yield Term("", product, rows, power - 2 * core)
+            power -= 2 * core
+            # Without a mean, x is xhat / rstd; in one row, rstd is a number.
+            if (case.kind == "layer" or "x" not in product.split()) and (rows == "sum" or not power):
+                yield Term("", product, rows, power)
     else:
         kinds = ("g", "dy", "gamma g") if case.gamma is not None else ("g",)
         means = _MEANS[:1] if core or not axes else _MEANS if axes > 1 else (*_MEANS[:2], _MEANS[3])
@@ -267,7 +268,7 @@ def _factor(
         {
             "1": 1, "2": 2, "1/2": 0.5, "n": n, "1/n": 1 / n, "n/(n-1)": n / max(n - 1, 0.5),
             "(n-1)/n": (n - 1) / n, "n/rows": n / rows, "rows": rows, "1/rows": 1 / rows, "rows/n": rows / n,
-            "n/(the first axis)": n / first, "1/(the first axis)": 1 / first, "1/(n rows)": 1 / n / rows,
+            "n/(the first axis)": n / first, "(the first axis)/n": first / n, "1/(the first axis)": 1 / first, "1/(n rows)": 1 / n / rows,
         }
         for n, rows, first in sizes
     ]  # fmt: skip
@@ -305,8 +306,11 @@ def read(
         terms = [term._replace(changed=k) for term in terms for k in levels]
         matrix, target = draws[0].columns(terms, change), draws[0].target
         # Terms that do not fit together hold none that do.
-        if len(terms) < len(target) and not _fitted(matrix, target, tolerance):
-            continue
+        if len(terms) < len(target) and np.isfinite(matrix).all():
+            basis = np.linalg.qr(matrix)[0]
+            rest = target - basis @ (basis.T @ target)
+            if rest @ rest > tolerance**2 * (target @ target):
+                continue
         chosen = [terms[i] for i in _sparse(matrix, target, tolerance, _MOST[name])]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
             continue

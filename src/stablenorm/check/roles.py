@@ -58,10 +58,15 @@ def parameters(function: Function) -> dict[str, bool]:
     return {name: p.default is p.empty for name, p in by_name.items() if p.kind not in stars}
 
 
-def call_by_name(function: Function, values: Mapping[str, Any]) -> Any:
-    """Call a function with values for some of its parameters."""
-    bound = inspect.BoundArguments(inspect.signature(function), dict(values))  # type: ignore[arg-type]
-    return function(*bound.args, **bound.kwargs)
+def by_name(function: Function) -> Function:
+    """Return a function of a dict, which has values for some of the parameters of `function`."""
+    signature = inspect.signature(function)
+
+    def call(values: Any) -> Any:
+        bound = inspect.BoundArguments(signature, values)
+        return function(*bound.args, **bound.kwargs)
+
+    return call
 
 
 def gradients_by_role(returned: Any, takes: Sequence[str], order: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Pair(NamedTuple):
     def of(cls, forward: Function, backward: Function) -> "Pair":
         """Find the roles; ValueError if an argument has none."""
         of_forward = _of_forward(forward)
-        return cls(forward, backward, of_forward, _of_backward(backward, of_forward))
+        return cls(by_name(forward), by_name(backward), of_forward, _of_backward(backward, of_forward))
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -133,7 +138,7 @@ class Pair(NamedTuple):
         for name, role in self.of_forward.items():
             buffer = next(sizes) if role == "size" else np.zeros(x.shape[:-1])
             values[name] = values[role] if role in values else buffer
-        result = call_by_name(self.forward, {name: values[name] for name in self.of_forward})
+        result = self.forward({name: values[name] for name in self.of_forward})
         roles, backwards = self.of_forward.values(), self.of_backward
         wanted = {*backwards, *backwards.values(), *(role[1:] for role in backwards.values())} - {"cache"}
         kept = {name: value for name, value in values.items() if name in wanted}
@@ -168,7 +173,7 @@ class Pair(NamedTuple):
         if "cache" in self.of_backward.values() and not saved:
             msg = "the forward must return (y, cache), got y alone"
             raise FaultError(msg)
-        returned = call_by_name(self.backward, own)
+        returned = self.backward(own)
         written = {name: own[name] for name, role in self.of_backward.items() if role[:1] == "d" and role != "dy"}
         return written if returned is None and written else returned
 
