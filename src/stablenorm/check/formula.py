@@ -85,25 +85,27 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
     elif name != "dx":
         inner = "dy xhat", "dy", "dy x", "dy y", "g xhat", "g", "g x", "g y", "xhat", "x"
         for product, rows, power in itertools.product(inner[: 3 if core else None], _ROWS, powers):
-            power -= 2 * core
             # Without a mean, x is xhat / rstd; in one row, rstd is a number.
-            if (case.kind == "layer" or "x" not in product.split()) and (rows == "sum" or not power):
-                yield Term("", product, rows, power)
+            same = case.kind == "rms" and "x" in product.split()
+            if not same and (rows == "sum" or power == 2 * core):
+                yield Term("", product, rows, power - 2 * core)
     else:
         kinds = ("g", "dy", "gamma g") if case.gamma is not None else ("g",)
         means = _MEANS[:1] if core or not axes else _MEANS if axes > 1 else (*_MEANS[:2], _MEANS[3])
         usual = [("", ""), ("xhat", " xhat")]
         x = ("x", "y") if case.kind == "layer" else ("y",)
         odd = itertools.product(("", *x, "xhat", "xhat xhat"), ("", " xhat", *(f" {a}" for a in x)))
-        # Where rows are summed, rstd may stand inside.
-        kinds_of = lambda over: kinds + tuple(f"{kind} rstd" for kind in kinds) * (over not in ("", "mean"))
         for power, over in itertools.product(powers, means):
+            # Where rows are summed, rstd may stand inside.
+            own = kinds + tuple(f"{kind} rstd" for kind in kinds) * (over != "mean")
             for outer, after in usual if core or over != "mean" else dict.fromkeys([*usual, *odd]):
-                yield from (Term(outer, kind + after, over, power) for kind in kinds_of(over))
+                yield from (Term(outer, kind + after, over, power) for kind in own)
                 # A mean over the rows keeps columns apart: gamma is the same inside and outside.
                 if len(kinds) > 1 and over in (_MEANS[0], _MEANS[3]):
                     yield Term(f"gamma {outer}".strip(), f"dy{after}", over, power)
-        for power, more in itertools.product(powers, ("", " xhat", " xhat xhat")[: 1 if core else 3]):
+        for power, more in itertools.product(
+            powers, ("", " xhat", " xhat xhat")[: 1 if core else 3]
+        ):
             yield from (Term("", kind + more, "", power) for kind in kinds)
         if not core:
             yield from (Term("", word, "", power) for word in ("xhat", *x) for power in powers)
@@ -137,7 +139,9 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
     others += [(f"rstd is kept in {t}", f"{t}(rstd)", rstd.astype(t).astype(float)) for t in narrow]
     for words, text, other in others:
         yield Change(words, text, other, of.centered * other)
-    means = [(f"the mean is kept in {t}", of.mean - of.mean.astype(t).astype(float)) for t in narrow]
+    means = [
+        (f"the mean is kept in {t}", of.mean - of.mean.astype(t).astype(float)) for t in narrow
+    ]
     means += [("the mean of x is missing from xhat", of.mean)]
     if not is_layer:
         means = [("the mean of x is subtracted", -of.centered.mean(axis=-1, keepdims=True))]
@@ -169,7 +173,9 @@ def _forwards(case: Case) -> Iterator[Change]:
             elif size != usual:
                 said.append(f"{size} is taken for {usual}")
             else:
-                said.append("the mean of x is " + ("subtracted" if centered else "missing from xhat"))
+                said.append(
+                    "the mean of x is " + ("subtracted" if centered else "missing from xhat")
+                )
             root, v_text = np.sqrt(v + eps), size + " n / (n - 1)" * less
             for words, text, bottom in (
                 ("", "sqrt({} + eps)", root),
@@ -263,7 +269,6 @@ def _factor(
     values: Sequence[float], sizes: Sequence[tuple[int, ...]], error: float
 ) -> tuple[str, float]:
     """Name the factor that has these values on two draws, and its value on x; empty if nothing has."""
-    is_near = lambda a, b: abs(a - b) <= error * max(abs(b), 1)
     tables = [
         {
             "1": 1, "2": 2, "1/2": 0.5, "n": n, "1/n": 1 / n, "n/(n-1)": n / max(n - 1, 0.5),
@@ -272,14 +277,15 @@ def _factor(
         }
         for n, rows, first in sizes
     ]  # fmt: skip
-    both = [n for n in tables[0] if all(is_near(abs(v), t[n]) for v, t in zip(values, tables, strict=False))]
+    pairs = [*zip(map(abs, values), tables, strict=False)]
+    both = [n for n in tables[0] if all(abs(v - t[n]) <= error * max(t[n], 1) for v, t in pairs)]
     # On one shape, several names may be one number: then none is certain.
     if both and (sizes[0] != sizes[1] or len(both) == 1 or both[0] in ("1", "2", "1/2")):
         is_minus = values[0] < 0
         return "-" * is_minus + both[0], float(tables[2][both[0]] * (-1) ** is_minus)
     value = values[0]
     text = f"1 {value - 1:+.1e}" if 0 < abs(value - 1) < 1e-5 else f"{value:.6g}"
-    return text * is_near(*values), value
+    return text * (abs(value - values[1]) <= error * max(abs(value), 1)), value
 
 
 @np.errstate(all="ignore")
@@ -314,36 +320,54 @@ def read(
         chosen = [terms[i] for i in _sparse(matrix, target, tolerance, _MOST[name])]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
             continue
-        fits = [_fitted(d.columns(chosen, c), d.target, tolerance) for d, c in zip(draws, changes, strict=True)]
+        fits = [
+            _fitted(d.columns(chosen, c), d.target, tolerance)
+            for d, c in zip(draws, changes, strict=True)
+        ]
         # The error of a coefficient: noise, grown by what cancels between terms.
         sizes = [*(draw.sizes for draw in draws), (shape[-1], math.prod(shape[:-1]), shape[0])]
         factors = [_factor(pair, sizes, 64 * tolerance) for pair in zip(*fits, strict=False)]
         if len(factors) < len(chosen) or not all(words for words, _ in factors):
             continue
-        named, values = ({t: f[k] for t, f in zip(chosen, factors, strict=True)} for k in (0, 1))
+        named = {term: words for term, (words, _) in zip(chosen, factors, strict=True)}
+        values = {term: value for term, (_, value) in zip(chosen, factors, strict=True)}
         cause = (_cause_of_y if is_y else _cause)(name, named, change, right, sizes[2], axes)
         return Reading(_shown(values, change), _shown(right, beside=values), cause, change.axes)
     return None
 
 
-def _shown(values: dict[Term, float], change: Change = Change(), beside: Any = ()) -> str:
+def _shown(values: dict[Term, float], change: Any = None, beside: Any = ()) -> str:
     """Write a formula; a coefficient of 1 leaves the room that the formula `beside` needs there."""
-    coefficient = lambda v: "" if abs(abs(v) - 1) < 1e-9 else f"{abs(v):.3g} "
-    widths = {term[:3]: len(coefficient(beside[term])) for term in beside}
-    power = lambda t: "rstd" + "'" * (0 < t.changed) + f"^{t.power}" * (t.power != 1)
+    widths = {term[:3]: len(_coefficient(beside[term])) for term in beside}
     order = sorted(values, key=lambda t: (t.over, "hat" in t.outer, "hat" not in t.inner))
-    common = len({(t.power, t.changed > 0) for t in order}) == 1 < len(order) and order[0].power
+    is_common = len(order) > 1 and len({(t.power, t.changed > 0) for t in order}) == 1
+    common = _power(order[0]) * is_common
     text = ""
     for term in order:
-        factors = [power(term)] * (term.power != 0 and not common) + [term.outer] * bool(term.outer)
-        factors += [f"{term.over}({term.inner})" if term.over else term.inner]
-        body = " ".join(factors).replace("xhat xhat", "xhat^2").replace("gamma gamma", "gamma^2")
+        mean = f"{term.over}({term.inner})" if term.over else term.inner
+        factors = [_power(term) * (not common), term.outer, mean]
+        body = (
+            " ".join(filter(None, factors))
+            .replace("xhat xhat", "xhat^2")
+            .replace("gamma gamma", "gamma^2")
+        )
         text += f" {'-' if values[term] < 0 else '+'} "
-        text += coefficient(values[term]).ljust(widths.get(term[:3], 0)) + body
+        text += _coefficient(values[term]).ljust(widths.get(term[:3], 0)) + body
     text = text[3:] if text[1] == "+" else "-" + text[3:]
-    text = f"{power(order[0])} ({text})" if common else text
-    other = f", {'xhat' if change.axes else 'rstd' + chr(39)} = {change.text}"
-    return text + other * bool(change.text)
+    text = f"{common} ({text})" if common else text
+    if change and change.text:
+        other = "xhat" if change.axes else "rstd'"
+        text += f", {other} = {change.text}"
+    return text
+
+
+def _coefficient(value: float) -> str:
+    return "" if abs(abs(value) - 1) < 1e-9 else f"{abs(value):.3g} "
+
+
+def _power(term: Term) -> str:
+    mark = "rstd" + "'" * (term.changed > 0)
+    return "" if not term.power else mark + f"^{term.power}" * (term.power != 1)
 
 
 # ---- names of mistakes: {} are the terms that have one, {of} and {at} are " of dx" and " in dx" ----
@@ -362,7 +386,9 @@ def _slot(term: Term) -> int:
     return 0 if not term.over else 1 if not outer | inner else 2 if outer and inner else -1
 
 
-def _deviations(term: Term, factor: str, right: Term, sign: str, sizes: tuple[int, ...]) -> Iterator[str]:
+def _deviations(
+    term: Term, factor: str, right: Term, sign: str, sizes: tuple[int, ...]
+) -> Iterator[str]:
     """Yield how a term differs from the right one."""
     words, own = ({*f"{t.outer} {t.inner}".split()} for t in (term, right))
     is_sum, (n, rows, first) = right.over == "sum", sizes
@@ -380,16 +406,20 @@ def _deviations(term: Term, factor: str, right: Term, sign: str, sizes: tuple[in
     if is_sum and not words & {"dy", "g"}:
         yield "dy is missing from {}"
     elif is_sum and "xhat" in words ^ own and not words & {"x", "y"}:
-        yield "{} is what dgamma should be" if "xhat" in words else "xhat is missing from {}, which is what dbeta should be"
+        yield (
+            "{} is what dgamma should be"
+            if "xhat" in words
+            else "xhat is missing from {}, which is what dbeta should be"
+        )
     for made in sorted(words & {"x", "y"}):
         yield f"{{}} {{is}} made of {made}, not of xhat{{at}}"
     power = term.power - right.power + ("rstd" in words)
     if power:
-        said = {-1: "{} {lacks} rstd{at}", 1: "{} {has} rstd twice{at}"}
-        yield said.get(power, f"{{}} {{has}} rstd^{power + 1} in place of rstd{{at}}")
+        powers = {-1: "{} {lacks} rstd{at}", 1: "{} {has} rstd twice{at}"}
+        yield powers.get(power, f"{{}} {{has}} rstd^{power + 1} in place of rstd{{at}}")
     factor = factor if not sign else factor[1:] if factor[0] == "-" else f"-{factor}"
     averaged = "{} is averaged over {}, not summed"
-    said = {
+    factors = {
         "1": "", "-1": "{} {is} added, not subtracted{at}" if sign else "{} {has} the wrong sign{at}",
         "2": "{} {is} subtracted twice{at}" if sign else "{} {is} doubled{at}",
         "n": "{} {is} not divided by n{at}", "n/(n-1)": "{} {is} divided by n - 1{at}",
@@ -398,8 +428,11 @@ def _deviations(term: Term, factor: str, right: Term, sign: str, sizes: tuple[in
         "1/n": "{} {is} divided by n" + " twice" * bool(sign) + "{at}",
     }  # fmt: skip
     if is_sum:
-        said |= {"1/rows": averaged.format("{}", "the rows"), "1/(the first axis)": averaged.format("{}", "the first axis")}
-    if text := said.get(factor, f"{{}} {{is}} off by a factor of {factor}{{at}}"):
+        factors |= {
+            "1/rows": averaged.format("{}", "the rows"),
+            "1/(the first axis)": averaged.format("{}", "the first axis"),
+        }
+    if text := factors.get(factor, f"{{}} {{is}} off by a factor of {factor}{{at}}"):
         yield text
 
 
@@ -416,17 +449,23 @@ def _cause(
         slot = _slot(term)
         if term.over in _ROWS and slot < 0:
             whole = [t[:2] for t in named if t.over == "sum"]
-            said = {"1": "is accumulated twice in {}", "-1": "is not accumulated in {}"}.get(factor, "")
+            counted = {"1": "is accumulated twice in {}", "-1": "is not accumulated in {}"}.get(
+                factor, ""
+            )
             if not whole and len(named) == 1:
-                said = "alone is in {}, overwritten, not accumulated"
-            elif whole != [term[:2]] or not said:
+                counted = "alone is in {}, overwritten, not accumulated"
+            elif whole != [term[:2]] or not counted:
                 return ""
-            ends.append(f"the {term.over} {said.format(name)}")
+            ends.append(f"the {term.over} {counted.format(name)}")
             continue
         if slot < 0 or slot in slots:
             return ""
         slots.append(slot)
-        said = [*_deviations(term, factor, *wanted[slot], sizes)] if slot in wanted else ["{} {is} subtracted in dx"]
+        said = (
+            [*_deviations(term, factor, *wanted[slot], sizes)]
+            if slot in wanted
+            else ["{} {is} subtracted in dx"]
+        )
         for template in [f"{change.words} in {{}}{{of}}"] * (term.changed > 0) + said:
             found.setdefault(template, []).append(slot)
     if (missing := sorted(wanted.keys() - slots)) and not ends:
@@ -435,8 +474,12 @@ def _cause(
     for template, places in found.items():
         subject = " and ".join(_SLOTS[place] for place in sorted(places))
         # Terms that could have it: g has no mean and no xhat.
-        able = {*slots} - ({0} if template.startswith(("gamma is applied after", "the mean of x", "the mean is")) else set())
-        able &= {2} if template.startswith("the mean of x") or template.startswith("the mean is") else able
+        able = {*slots} - (
+            {0}
+            if template.startswith(("gamma is applied after", "the mean of x", "the mean is"))
+            else set()
+        )
+        able &= {2} if template.startswith(("the mean of x", "the mean is")) else able
         if {*places} == able and template[-2:] != "dx":
             subject = name
         elif sorted(places) == [1, 2] and "{at}" in template:
@@ -448,7 +491,12 @@ def _cause(
 
 
 def _cause_of_y(
-    _: str, named: dict[Term, str], change: Change, right: dict[Term, float], __: Any, axes: Sequence[str]
+    _: str,
+    named: dict[Term, str],
+    change: Change,
+    right: dict[Term, float],
+    __: Any,
+    axes: Sequence[str],
 ) -> str:
     """Name the mistake of a forward."""
     last, said = len(axes) - 1, [*filter(None, [change.words])]
@@ -457,7 +505,10 @@ def _cause_of_y(
     if change.axes != (last,):
         over = " and ".join(axes[axis] for axis in change.axes)
         batch = ": that is a batch norm" * (last not in change.axes)
-        said = [f"mean and variance are taken over axis {over}, not over axis {axes[-1]}{batch}", *said]
+        said = [
+            f"mean and variance are taken over axis {over}, not over axis {axes[-1]}{batch}",
+            *said,
+        ]
     key = ", ".join(f"{factor} {term}" for term, factor in post.items())
     known = {
         "1 gamma xhat": "beta is not added", "1 xhat": "gamma is not applied", "1 xhat, 1 beta": "gamma is not applied",
@@ -471,7 +522,9 @@ def _cause_of_y(
         said.append(f"the forward adds {post['xhat']} to gamma: say --gamma-offset {post['xhat']}")
     elif post != usual:
         said.append(known.get(key, f"y is {key}"))
-    return "; ".join(words + " in the forward" * ("--" not in words and "axis" not in words) for words in said)
+    return "; ".join(
+        words + " in the forward" * ("--" not in words and "axis" not in words) for words in said
+    )
 
 
 # ---- where no formula is found ----
@@ -502,9 +555,11 @@ def locate(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) ->
 def describe(dx: Array, expected: Expected, changed: dict[str, Array], noise: float) -> str:
     """Say what is known of a dx that was not read back; `changed` has it after a change of one thing."""
     near = _SLACK * max(noise, 2.0**-52) * float(np.max(np.abs(dx), initial=0.0))
-    same = lambda a, b: bool(np.max(np.abs(a - b)) <= near)
-    says = lambda holds, words: words if holds else f"not {words}"
-    known = [says(same(dx.mean(-1), 0), "of sum zero over a row")]
-    known.append(says(same((dx * expected.xhat).mean(-1), 0), "orthogonal to xhat"))
-    moved = [name for name, other in changed.items() if not same(dx, other)]
-    return f"{', '.join(known)}; it depends on {', '.join(moved) or 'none of them'}"
+
+    def is_zero(a: Array) -> bool:
+        return bool(np.max(np.abs(a)) <= near)
+
+    orthogonal = "not " * (not is_zero((dx * expected.xhat).mean(-1))) + "orthogonal to xhat"
+    moved = [name for name, other in changed.items() if not is_zero(dx - other)]
+    known = "not " * (not is_zero(dx.mean(-1))) + f"of sum zero over a row, {orthogonal}"
+    return f"{known}; it depends on {', '.join(moved) or 'none of them'}"

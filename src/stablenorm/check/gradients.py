@@ -130,14 +130,20 @@ def make_report(
     results, findings = outcome
     # A modified array can spoil correct results, so the causes begin with it.
     named = [f.message for f in findings if " modifies " in f.message] + [*causes]
-    named += [f"d{r.name}: {r.message}" for r in results if r.verdict == "FAIL" and not r.judged]
-    if operation.trace:
-        named = list(dict.fromkeys(r.message for r in results if " raised " in r.message)) or named
-    formulas = ({n: getattr(r, k) for n, r in readings.items()} for k in ("formula", "right"))
-    formulas = ({n if n == "y" else n[1:]: text for n, text in one.items()} for one in formulas)
+    # One fault of all gradients, as an exception is, is said once.
+    faults = {r.name: r.message for r in results if r.verdict == "FAIL" and not r.judged}
+    is_one = len({*faults.values()}) == 1 and len(faults) == len(results)
+    named += (
+        list(faults.values())[:1] if is_one else [f"d{n}: {words}" for n, words in faults.items()]
+    )
+    # By the names of the arguments: "x" for dx.
+    formula, right = (
+        {n.removeprefix("d"): getattr(r, k) for n, r in readings.items()}
+        for k in ("formula", "right")
+    )
     return GradientReport(
-        tuple(results), operation.forward_calls, tuple(findings), tuple(named),
-        operation.backward_calls, time.perf_counter() - operation.start, about, *formulas, operation.trace,
+        tuple(results), operation.forward_calls, tuple(findings), tuple(named), operation.backward_calls,
+        time.perf_counter() - operation.start, about, formula, right, operation.trace,
     )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,7 +154,7 @@ def _check(
     if fits and x.dtype == np.float64 and _is_narrow(operation, norm, rng):
         message = "the code computes in float32 inside: it is judged by the rounding of float32"
         notes = [Finding("precision", "float64 is kept", "NOTE", message)]
-        x, gamma, beta = (None if a is None else a.astype(np.float32) for a in (x, gamma, beta))
+        x, (gamma, beta) = x.astype(np.float32), (_as(a, np.float32) for a in (gamma, beta))
         norm = norm._replace(x=x, gamma=gamma, beta=beta, dy=x)
     arrays, spans = check_args([x, gamma, beta], ARGUMENTS[:3], scales)
     results, findings = compare(operation, arrays, spans, rng, *options)
@@ -197,7 +198,7 @@ def _moved(forward: Any, backward: Any, *arrays: Any) -> tuple[Any, ...]:
         lengths = zip(own, x_shape[len(x_shape) - len(own) :], strict=True)
         return parameter.reshape([1 if d == 1 else m for d, m in lengths])
 
-    def call(a: Array, *rest: Any) -> tuple[Array, Any]:
+    def call(a: Array, *rest: Any) -> Any:
         moved = back(a)
         both = [shaped(p, like, moved.shape) for p, like in zip(rest, parameters, strict=False)]
         result = forward(moved, *both, rest[2])
@@ -213,7 +214,10 @@ def _moved(forward: Any, backward: Any, *arrays: Any) -> tuple[Any, ...]:
             return returned
         dx, *sums = returned
         dx = there(dx) if np.shape(dx) == back(dy).shape else dx
-        flat = (a.reshape(-1) if np.shape(a) == s and np.size(a) > 1 else a for a, s in zip(sums, shapes, strict=True))
+        flat = (
+            a.reshape(-1) if np.shape(a) == s and np.size(a) > 1 else a
+            for a, s in zip(sums, shapes, strict=True)
+        )
         return [dx, *flat]
 
     return call, pull, there(x), *(None if p is None else p.reshape(-1) for p in parameters)
@@ -222,21 +226,24 @@ def _moved(forward: Any, backward: Any, *arrays: Any) -> tuple[Any, ...]:
 class _Found(NamedTuple):
     """What the closed form found: the judged gradients, formulas by name, causes."""
 
-    judged: dict[str, list[Judged]] = {}
-    readings: dict[str, Reading] = {}
+    judged: Mapping[str, list[Judged]] = MappingProxyType({})
+    readings: Mapping[str, Reading] = MappingProxyType({})
     causes: tuple[str, ...] = ()
 
 
 @np.errstate(all="ignore")
 def axes_of(
-    kind: str, forward: Any, backward: Any, x: Array, gamma: Any, beta: Any, eps: float, axis: Any = -1
-) -> tuple[int, ...]:  # fmt: skip
-    """Return the axes over which y is normalized, `axis` moved last; empty if y shows none."""
+    kind: str, forward: Any, backward: Any, data: Sequence[Any], eps: float, axis: Any = -1
+) -> tuple[int, ...]:
+    """Return the axes over which y of x, gamma and beta is normalized, `axis` moved last; empty if y shows none."""
+    x, gamma, beta = data
     axes, rng = normalize_axis_tuple(axis, x.ndim), np.random.default_rng(0)
     if axes != (x.ndim - 1,):
         forward, backward, x, gamma, beta = _moved(forward, backward, x, gamma, beta, axes)
     with contextlib.suppress(FaultError):
-        operation = Operation(lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps), backward)
+        operation = Operation(
+            lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps), backward
+        )
         case = Case(x, gamma, beta, eps, x, kind)
         case = case._replace(eps=closed_form.read_eps(operation, case)[0])
         if not closed_form.judge(operation, closed_form.ordinary(case, rng))["y"].wrong:
@@ -246,12 +253,18 @@ def axes_of(
     return ()
 
 
+def _as(a: Any, dtype: Any) -> Any:
+    return None if a is None else a.astype(dtype)
+
+
 def _is_narrow(operation: Operation, case: Case, rng: Generator) -> bool:
     """Tell whether y of float64 data is right to the rounding of float32 alone."""
     with contextlib.suppress(FaultError):
-        case = closed_form.ordinary(case._replace(eps=closed_form.read_eps(operation, case)[0]), rng)
+        case = closed_form.ordinary(
+            case._replace(eps=closed_form.read_eps(operation, case)[0]), rng
+        )
         # Exact in float32, so that nothing but arithmetic rounds.
-        x, gamma, beta = (None if a is None else a.astype(np.float32).astype(float) for a in case[:3])
+        x, gamma, beta = (_as(_as(a, np.float32), np.float64) for a in case[:3])
         case = case._replace(x=x, gamma=gamma, beta=beta)
         y = closed_form.run(operation, case)[0]
         fine, coarse = (Judged("y", y, Expected(case, u)) for u in (2.0**-53, 2.0**-24))
@@ -276,7 +289,7 @@ def _look(
         if by_name["y"].wrong:
             found, causes = _read(operation, case, rng, ["y"], names)
             said = by_name["y"].not_finite or f"y is off by {by_name['y'].error:.1e}"
-            findings.append(Finding("closed form", equation, "FAIL", said))
+            findings.append(Finding("the forward", equation, "FAIL", said))
             kind = {"layer": "layer", "rms": "RMS"}[case.kind]
             causes = causes or (f"this is not the {kind} normalization asked for: {said}",)
             return _Found({}, found, causes)
@@ -297,8 +310,9 @@ def _look(
     hard = closed_form.hard_inputs(base, rng)
     for layer, problems in (("closed form", ours), ("hard inputs", hard)):
         for problem in problems:
-            said = closed_form.judge_case(operation, problem)
-            findings.append(Finding(layer, problem.name, *said))
+            findings.append(
+                Finding(layer, problem.name, *closed_form.judge_case(operation, problem))
+            )
     return _Found(judged)
 
 
@@ -309,16 +323,23 @@ def _read(
     leads = ((), ()), ((20,), (26,)), ((4, 5), (5, 6)), ((2, 3, 4), (3, 4, 5))
     pair = leads[min(case.x.ndim, 4) - 1]
     try:
-        draws = [closed_form.ordinary(case, rng, (*lead, n)) for lead, n in zip(pair, (8, 11), strict=True)]
+        draws = [
+            closed_form.ordinary(case, rng, (*lead, n))
+            for lead, n in zip(pair, (8, 11), strict=True)
+        ]
         outputs = [closed_form.judge(operation, draw) for draw in draws]
     except FaultError:
         # The code wants its own shape. No names of factors are certain then.
         draws = [closed_form.ordinary(case, rng) for _ in range(2)]
         outputs = [closed_form.judge(operation, draw) for draw in draws]
-    readings, causes = dict[str, Reading](), list[str]()
+    readings, found = dict[str, Reading](), dict[str, list[str]]()
     # The error where the code is right: y is, or nothing is known but the rounding.
     ys = [o["y"] for o in outputs]
-    noise = max(y.expected.u for y in ys) if "y" in wrong else max(max(y.error, y.expected.u) for y in ys)
+    noise = (
+        max(y.expected.u for y in ys)
+        if "y" in wrong
+        else max(max(y.error, y.expected.u) for y in ys)
+    )
     for name in wrong:
         one, other = (o[name] for o in outputs)
         if not (one.wrong or other.wrong) or not np.isfinite(one.actual).all():
@@ -326,7 +347,7 @@ def _read(
         shown = "the forward" if name == "y" else name
         places = {formula.locate(o.actual, o.value, o.plain, o.shape) for o in (one, other)}
         if len(places) == 1 and (place := places.pop()):
-            causes.append(place.format(shown))
+            found.setdefault(place, []).append(shown)
             continue
         if case.n < 2:
             continue
@@ -334,17 +355,31 @@ def _read(
         reading = formula.read(name, draws, actual, noise, case.x.shape, axes)
         if reading:
             readings[name] = reading
-            causes += [reading.cause] * bool(reading.cause)
+            found.setdefault(reading.cause.replace(name, "{}"), []).append(shown)
         elif name == "dx":
-            readings[name] = Reading(f"not read back: {_known(operation, draws[0], one, noise)}", "")
-    return readings, tuple(causes)
+            readings[name] = Reading(
+                f"not read back: {_known(operation, draws[0], one, noise)}", ""
+            )
+    if [readings[n].formula for n in ("dgamma", "dbeta") if n in readings] == [
+        "sum(dy xhat)",
+        "sum(dy)",
+    ][::-1]:
+        found = {"dgamma and dbeta are exchanged": []}
+    # Words that fit several outputs are said once: "... in dx and dgamma".
+    return readings, tuple(
+        words.replace("{}", " and ".join(names)) for words, names in found.items() if words
+    )
 
 
 def _known(operation: Operation, case: Case, dx: Judged, noise: float) -> str:
     """Say what is known of a dx that was not read back, by changing one thing at a time."""
-    x, last = case.x.copy(), case.x.reshape(-1, case.n)[-1:]
+    x = case.x.copy()
     x.reshape(-1, case.n)[:-1] *= 1.5
-    changes = {"x": {"x": 1.25 * case.x}, "eps": {"eps": 4 * case.eps + 1e-3}, "other rows": {"x": x}}
+    changes: dict[str, dict[str, Any]] = {
+        "x": {"x": 1.25 * case.x},
+        "eps": {"eps": 4 * case.eps + 1e-3},
+        "other rows": {"x": x},
+    }
     if case.gamma is not None:
         changes["gamma"] = {"gamma": 1.25 * case.gamma}
     moved = {}

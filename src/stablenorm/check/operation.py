@@ -35,8 +35,8 @@ class FaultError(Exception):
     @classmethod
     def of(cls, error: BaseException) -> "FaultError":
         """Say what a function raised, and where in its own file."""
-        frames = traceback.extract_tb(error.__traceback__)
-        frames = [*itertools.dropwhile(lambda f: f.filename.startswith(_OURS), frames)]
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [*itertools.dropwhile(lambda frame: frame.filename.startswith(_OURS), every)]
         # Name the innermost line of that file: code that it calls is seldom to blame.
         own = [f for f in frames if f.filename == frames[0].filename]
         place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
@@ -44,7 +44,9 @@ class FaultError(Exception):
         said = " ".join(str(error).split())[:120].strip()
         if isinstance(error, SyntaxError):
             said, place = error.msg, f"{Path(error.filename or '').name}:{error.lineno}"
-        fault = cls(f"{type(error).__name__}: {said}".removesuffix(": ") + f" at {place}" * bool(place))
+        fault = cls(
+            f"{type(error).__name__}: {said}".removesuffix(": ") + f" at {place}" * bool(place)
+        )
         words = traceback.format_exception_only(error)
         fault.trace = "".join(traceback.format_list(frames) + words)
         return fault
@@ -146,7 +148,9 @@ def leaves(cache: Any, depth: int = 4) -> Iterator[Array]:
     return (array for _, array in arrays_in(cache, depth))
 
 
-def arrays_in(owner: Any, depth: int = 4, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Array]]:
+def arrays_in(
+    owner: Any, depth: int = 4, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Array]]:
     """Yield the arrays in an object, and the attributes, keys and places that lead to them."""
     if isinstance(owner, np.ndarray):
         yield path, owner

@@ -196,7 +196,9 @@ class GradientReport:
     @property
     def unjudged(self) -> str:
         """Why not all gradients were judged; empty if all were, or have no argument."""
-        left = (r for r in self.arguments if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT)
+        left = (
+            r for r in self.arguments if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT
+        )
         return "; ".join(f"d{r.name} was not judged: {r.message}" for r in left)
 
     @property
@@ -227,17 +229,29 @@ class GradientReport:
         for name, yours in self.formula.items():
             lines.append(f"your {name if name == 'y' else 'd' + name}".ljust(10) + yours)
             lines += [f"{'right':10}{self.right[name]}"] * bool(self.right[name])
-        failed = [f"{f.name}: {f.message}".removesuffix(": ") for f in self.findings if f.verdict == "FAIL"]
+        failed = [
+            f"{f.name}: {f.message}".removesuffix(": ")
+            for f in self.findings
+            if f.verdict == "FAIL"
+        ]
         lines += [f"{'cause':10}{said}" for said in self.diagnosis or failed[:1]]
         lines += self.traceback.splitlines()
-        lines += [str(result) for result in self.arguments if not (self.traceback and result.message)]
+        lines += [
+            str(result) for result in self.arguments if not (self.traceback and result.message)
+        ]
         lines += [said for said in failed[not self.diagnosis :] if said not in lines]
-        lines += [f"note: {f.message}" for f in self.findings if f.verdict == "NOTE" and f.layer in _TOLD]
+        lines += [
+            f"note: {f.message}" for f in self.findings if f.verdict == "NOTE" and f.layer in _TOLD
+        ]
         if verbose:
             lines += ["", "figures (docs: Checking gradients):", self.about]
             lines += [line for result in self.arguments for line in result.figures()]
-            lines.append("z: the difference in units of both bounds together; more than 1 is a mistake")
-            lines.append("resolution: the smallest relative error that would have been seen everywhere")
+            lines.append(
+                "z: the difference in units of both bounds together; more than 1 is a mistake"
+            )
+            lines.append(
+                "resolution: the smallest relative error that would have been seen everywhere"
+            )
             for layer in dict.fromkeys(finding.layer for finding in self.findings):
                 seen = [finding for finding in self.findings if finding.layer == layer]
                 counts = Counter(finding.verdict for finding in seen)
@@ -248,10 +262,12 @@ class GradientReport:
             calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
             # Below a second, the time interests nobody, and equal checks give equal texts.
             lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
-        # Formulas and tracebacks keep their spaces.
-        kept = ("your ", "right ", "Trace", " ")
+        # Formulas, causes and tracebacks keep their lines.
+        kept = ("  your ", "  right ", "  cause ", "  Trace", "   ")
         indented = [self.headline, *("  " + line for line in lines)]
-        shown = ([line] if line.startswith(tuple("  " + k for k in kept)) else wrapped(line) or [""] for line in indented)
-        return "\n".join(part for lines in shown for part in lines)
+        parts = ([line] if line.startswith(kept) else wrapped(line) or [""] for line in indented)
+        return "\n".join(part for lines in parts for part in lines)
 
-    __str__ = text
+    def __str__(self) -> str:
+        """Return `text`."""
+        return self.text()

@@ -13,7 +13,7 @@ from stablenorm.text import described
 Function = Callable[..., Any]
 ARGUMENTS, PARAMETERS = ("x", "gamma", "beta", "eps"), ("gamma", "beta")
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
-NAMES = {
+_NAMES = {
     "settings": "lnparam lnparams param params config cfg options opts",
     "x": "x inp input inputs data xin features hidden hiddenstates z src tensor a activations",
     "gamma": "gamma weight scale g w gain weights scaler lnweight lnw alpha a2 gammas lngamma",
@@ -28,10 +28,14 @@ NAMES = {
     # What no norm of one x has: such code is refused by name.
     "others": "residual skip shortcut identity mask attentionmask attnmask paddingmask dropout rng key generator where keepprob prob p rate",
 }
-NAMES = {role: names.split() for role, names in NAMES.items()}
+NAMES = {role: names.split() for role, names in _NAMES.items()}
 # Names of gradients, with a prefix or suffix: dx, dweight, grad_bias, dL_dx, weight_grad.
 _GRADIENTS = {
-    role: re.compile(r"(?:dld|dl|gradients?|grads?|d|g|delta|nabla)({0})|({0})(?:grad|gradient|g)".format("|".join(NAMES[role])))
+    role: re.compile(
+        r"(?:dld|dl|gradients?|grads?|d|g|delta|nabla)({0})|({0})(?:grad|gradient|g)".format(
+            "|".join(NAMES[role])
+        )
+    )
     for role in ARGUMENTS[:3]
 }
 
@@ -69,7 +73,9 @@ def by_name(function: Function) -> Function:
     return call
 
 
-def gradients_by_role(returned: Any, takes: Sequence[str], order: Sequence[str] = ()) -> dict[str, Any]:
+def gradients_by_role(
+    returned: Any, takes: Sequence[str], order: Sequence[str] = ()
+) -> dict[str, Any]:
     """
     Return the gradients that come by name or, as many as there are, in order; else nothing.
 
@@ -119,7 +125,9 @@ class Pair(NamedTuple):
     def of(cls, forward: Function, backward: Function) -> "Pair":
         """Find the roles; ValueError if an argument has none."""
         of_forward = _of_forward(forward)
-        return cls(by_name(forward), by_name(backward), of_forward, _of_backward(backward, of_forward))
+        return cls(
+            by_name(forward), by_name(backward), of_forward, _of_backward(backward, of_forward)
+        )
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -134,13 +142,17 @@ class Pair(NamedTuple):
             "out": np.zeros_like(x), "shape": x.shape[-1:],
         }  # fmt: skip
         count = [*self.of_forward.values()].count("size")
-        sizes = iter({x.ndim: x.shape, 1: x.shape[-1:]}.get(count, (x.size // x.shape[-1], x.shape[-1])))
+        sizes = iter(
+            {x.ndim: x.shape, 1: x.shape[-1:]}.get(count, (x.size // x.shape[-1], x.shape[-1]))
+        )
         for name, role in self.of_forward.items():
             buffer = next(sizes) if role == "size" else np.zeros(x.shape[:-1])
-            values[name] = values[role] if role in values else buffer
+            values[name] = values.get(role, buffer)
         result = self.forward({name: values[name] for name in self.of_forward})
         roles, backwards = self.of_forward.values(), self.of_backward
-        wanted = {*backwards, *backwards.values(), *(role[1:] for role in backwards.values())} - {"cache"}
+        wanted = {*backwards, *backwards.values(), *(role[1:] for role in backwards.values())} - {
+            "cache"
+        }
         kept = {name: value for name, value in values.items() if name in wanted}
         if "out" in roles:
             return values["out"], (kept, [])
@@ -174,7 +186,11 @@ class Pair(NamedTuple):
             msg = "the forward must return (y, cache), got y alone"
             raise FaultError(msg)
         returned = self.backward(own)
-        written = {name: own[name] for name, role in self.of_backward.items() if role[:1] == "d" and role != "dy"}
+        written = {
+            name: own[name]
+            for name, role in self.of_backward.items()
+            if role[:1] == "d" and role != "dy"
+        }
         return written if returned is None and written else returned
 
 
@@ -188,16 +204,28 @@ def _of_forward(forward: Function) -> dict[str, str]:
     roles, unknown = dict[str, str](), list[str]()
     is_output = any(needed and role_of(name, ("out",)) for name, needed in is_required.items())
     for name, needed in is_required.items():
-        role = role_of(name, ("cache", "settings", *ARGUMENTS, "train", "shape", *["out"] * is_output))
+        role = role_of(
+            name, ("cache", "settings", *ARGUMENTS, "train", "shape", *["out"] * is_output)
+        )
         is_size = len(name) == 1 and name.isupper() and name not in "XGWB"
         if role_of(name, ("others",)) and needed:
             msg = f"the forward takes {name}: wrap it in functions of (x, gamma, beta, eps), as the page on checking shows"
             raise ValueError(msg)
         # The first of several names for one role: a `scale` beside gamma has a default of its own.
-        if role and role not in roles.values() and (needed or role not in ("cache", "settings", "shape")):
+        if (
+            role
+            and role not in roles.values()
+            and (needed or role not in ("cache", "settings", "shape"))
+        ):
             roles[name] = role
         elif needed:
-            roles[name] = "size" if is_size or (role == "beta" and name.isupper()) else "buffer" if is_output else ""
+            roles[name] = (
+                "size"
+                if is_size or (role == "beta" and name.isupper())
+                else "buffer"
+                if is_output
+                else ""
+            )
             unknown += [name] * (not roles[name])
     # Arguments of unknown names get the remaining roles, in order.
     left = [role for role in ARGUMENTS if role not in roles.values()]
@@ -214,9 +242,13 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
     usual = [name for name in needed if role_of(name, ("dy",))]
     # A cotangent that comes first may be called g, like a gamma.
     dy = next((n for n in usual if key_of(n) != "g" or n == needed[0]), usual[-1] if usual else "")
-    cache = next((n for n in needed if n != dy and n not in of_forward and role_of(n, ("cache",))), "")
+    cache = next(
+        (n for n in needed if n != dy and n not in of_forward and role_of(n, ("cache",))), ""
+    )
     roles, has_buffers = {dy: "dy", cache: "cache"}, "out" in of_forward.values()
-    roles |= {name: "rate" for name in needed if name not in of_forward and role_of(name, ("rate",))}
+    roles |= {
+        name: "rate" for name in needed if name not in of_forward and role_of(name, ("rate",))
+    }
     roles.pop("", None)
     open_names = list[str]()
     for name in is_required:
@@ -225,7 +257,12 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
             continue
         if has_buffers and (written := gradient_role(name)):
             roles[name] = f"d{written}"
-        elif role and (name in needed or role == "eps") and (name in of_forward or role not in roles.values()) and len(needed) > 2 - (role != "x"):
+        elif (
+            role
+            and (name in needed or role == "eps")
+            and (name in of_forward or role not in roles.values())
+            and len(needed) > 2 - (role != "x")
+        ):
             roles[name] = role
         elif name in needed:
             open_names.append(name)
@@ -244,7 +281,12 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
 def spelled(function: Function, roles: Mapping[str, str] | None = None) -> str:
     """Write how a function is called; roles are added to names that do not tell them."""
     name, there = getattr(function, "__name__", "a function"), parameters(function)
-    shown = (f"{n}: {r}" if (r := (roles or {}).get(n, "")) in ("dy", "cache", *ARGUMENTS) and key_of(n) != r else n for n in there)
+    shown = (
+        f"{n}: {r}"
+        if (r := (roles or {}).get(n, "")) in ("dy", "cache", *ARGUMENTS) and key_of(n) != r
+        else n
+        for n in there
+    )
     return f"{name}({', '.join(shown)})"
 
 

@@ -34,7 +34,6 @@ as far as it was judged: too noisy, or not all gradients.
 """
 
 import argparse
-import contextlib
 import io
 import math
 import os
@@ -69,7 +68,10 @@ OPTIONS = {
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
     "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
     "--class": "class with forward(x) and backward(dy); default: the only one, or the one with norm in its name",
-    "--init": ('expression that makes the object, as "LayerNorm(n, rng=None)"', {"metavar": "EXPR"}),
+    "--init": (
+        'expression that makes the object, as "LayerNorm(n, rng=None)"',
+        {"metavar": "EXPR"},
+    ),
     "--kind": ("kind of the norm; default: the kind in its name, or layer", {"default": None}),
     "--axis": ("normalized axes; default: the last one, or those that y shows", {"default": None}),
     "--only": ("judge the gradient of x alone", {"choices": ("x",)}),
@@ -81,9 +83,15 @@ OPTIONS = {
     ),
     "--eps": ("eps that the forward gets; default: 1e-5", {"default": 1e-5}),
     "--seed": "seed of the data; default: 0",
-    "--timeout": ("seconds after which the check gives up; default: none", {"type": float, "metavar": "S"}),
+    "--timeout": (
+        "seconds after which the check gives up; default: none",
+        {"type": float, "metavar": "S"},
+    ),
     "--quiet-code": ("do not show what the code prints", {"action": "store_true"}),
-    "--verbose": ("show all figures: bounds, resolutions, counts, hard inputs", {"action": "store_true"}),
+    "--verbose": (
+        "show all figures: bounds, resolutions, counts, hard inputs",
+        {"action": "store_true"},
+    ),
     "--json": "write all figures to this file",
 }
 
@@ -117,11 +125,13 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     except (FaultError, ValueError) as error:
         text = " ".join(str(error).split())
         is_torch = re.search(_TORCH, text) or (file and "torch" in file.names)
-        raise parts.InputError("arrays are NumPy's here, not torch tensors: " * bool(is_torch) + text) from None
+        raise parts.InputError(
+            "arrays are NumPy's here, not torch tensors: " * bool(is_torch) + text
+        ) from None
     silence(1)
     kind = _kind(norm, arguments)
     if not norm.takes and axes == (-1,) and not arguments.axis:
-        over = axes_of(kind, norm.forward, norm.backward, *data, arguments.eps)
+        over = axes_of(kind, norm.forward, norm.backward, data, arguments.eps)
         if over and over != (data[0].ndim - 1,):
             listed = " ".join(map(str, over))
             line = f"y is normalized over axis {listed}; without gamma and beta nothing decides: say --axis {listed}, or -1"
@@ -130,15 +140,24 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     if arguments.only:
         backward = lambda dy, cache: [norm.backward(dy, cache)[0], None, None]
     check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
-    options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed, "axis": axes}
+    options: dict[str, Any] = {
+        "gamma_offset": arguments.gamma_offset,
+        "rng": arguments.seed,
+        "axis": axes,
+    }
     progress = lambda done, total: show(f"comparing: {done} of {total}")
-    report = check(norm.forward, backward, *data, arguments.eps, **options, progress=progress)
+    x, gamma, beta = data
+    report = check(
+        norm.forward, backward, x, gamma, beta, arguments.eps, **options, progress=progress
+    )
     show()
     is_partial = report.passed and report.unjudged and not arguments.only
     status = {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
     head = f"{norm.signature}; x {shape_text(data[0].shape)} {data[0].dtype}"
     if axes != (-1,):
-        head += f", axis {' '.join(map(str, axes))}" + " as y shows (--axis for another)" * (not arguments.axis)
+        head += f", axis {' '.join(map(str, axes))}" + " as y shows (--axis for another)" * (
+            not arguments.axis
+        )
     content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     content |= {"shape": data[0].shape, "dtype": str(data[0].dtype), "axis": axes}
     content |= {n: vars(arguments)[n] for n in ("eps", "seed")} | {"report": report.as_dict()}
@@ -177,7 +196,9 @@ def _adapt(file: UserFile, arguments: argparse.Namespace, shape: Any, axes: Any)
     return adapt_class(file, name, shape, axes, arguments.init)
 
 
-def _problems(arguments: argparse.Namespace) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
+def _problems(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Any]]:
     """Yield the shapes of x that are tried, the normalized axes, and the shape of gamma."""
     given = tuple(arguments.axis) if arguments.axis else None
     if given and None in given:
@@ -185,24 +206,39 @@ def _problems(arguments: argparse.Namespace) -> Iterator[tuple[tuple[int, ...], 
     tried = [(ndim, given or axes) for ndim, axes in _AXES]
     if arguments.shape:
         ndim = len(arguments.shape)
-        tried = [(ndim, given)] if given else [(ndim, a) for a in ((-1,), (0,), (1,), (-2, -1), tuple(range(-ndim, 0)))]
+        tried = (
+            [(ndim, given)]
+            if given
+            else [(ndim, a) for a in ((-1,), (0,), (1,), (-2, -1), tuple(range(-ndim, 0)))]
+        )
     for ndim, axes in dict.fromkeys(tried):
         if not all(-ndim <= axis < ndim for axis in axes):
             continue
         own = {axis % ndim for axis in axes}
-        lengths = iter((8,) if len(own) == 1 else (2, 4, 5, 7)), iter(_LEADS[ndim - 1] if len(own) == 1 else (3, 5, 6))
+        lengths = (
+            iter((8,) if len(own) == 1 else (2, 4, 5, 7)),
+            iter(_LEADS[ndim - 1] if len(own) == 1 else (3, 5, 6)),
+        )
         shape = tuple(arguments.shape or (next(lengths[axis not in own]) for axis in range(ndim)))
         whole = [m if axis in own else 1 for axis, m in enumerate(shape)]
         short = tuple(whole[min(own) :])
         flat = (math.prod(whole),)
-        forms = [flat] if axes == (-1,) else [short, (*whole,), flat] if ndim == 2 else [flat, short, (*whole,)]
+        forms = (
+            [flat]
+            if axes == (-1,)
+            else [short, (*whole,), flat]
+            if ndim == 2
+            else [flat, short, (*whole,)]
+        )
         for form in dict.fromkeys(map(tuple, forms)):
             yield shape, axes, form
 
 
-def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, tuple[int, ...], list[str]]:
+def _choose(
+    file: UserFile, arguments: argparse.Namespace
+) -> tuple[Norm, Any, tuple[int, ...], list[str]]:
     """Return the norm, data and axes of the first problem that both functions accept, and why others were rejected."""
-    notes, accepted, refused = list[str](), list[Any](), list[str]()
+    notes, accepted = list[str](), list[Any]()
     last: Any = None
     for dtype in [arguments.dtype] if arguments.dtype else ["float64", "float32"]:
         for shape, axes, form in _problems(arguments):
@@ -216,13 +252,30 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, t
             both = [a.astype("float32").astype(dtype).reshape(form) for a in arrays[1:]]
             try:
                 norm = _adapt(file, arguments, shape, axes)
-                data = x, *(a if role in norm.takes else None for role, a in zip(("gamma", "beta"), both, strict=True))
+                data = (
+                    x,
+                    *(
+                        a if role in norm.takes else None
+                        for role, a in zip(("gamma", "beta"), both, strict=True)
+                    ),
+                )
                 # Pass a copy: the code may modify its x, which the check judges later.
                 wrong = _objection(norm, deepcopy(data), arguments.eps)
                 is_last = axes == (-1,) or arguments.axis
                 if not wrong and not is_last:
-                    over = axes_of(_kind(norm, arguments), norm.forward, norm.backward, *data, arguments.eps, axes)
-                    wrong = "" if over and len(over) == 1 and over[0] == x.ndim - len(axes) and norm.takes else "y is normalized over another axis"
+                    over = axes_of(
+                        _kind(norm, arguments),
+                        norm.forward,
+                        norm.backward,
+                        data,
+                        arguments.eps,
+                        axes,
+                    )
+                    wrong = (
+                        ""
+                        if over and len(over) == 1 and over[0] == x.ndim - len(axes) and norm.takes
+                        else "y is normalized over another axis"
+                    )
                 found = norm, data, axes, notes
                 if not wrong:
                     return found
@@ -237,7 +290,8 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, t
                 notes.append(said)
         # The check judges wrong shapes, or a backward that raises.
         if accepted:
-            return accepted[0][:3] + ([],)
+            norm, data, axes, _ = accepted[0]
+            return norm, data, axes, []
     raise last
 
 
@@ -259,7 +313,12 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
         return f"your backward raised {FaultError.of(error)}"
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
-        if array is not None and actual is not None and not isinstance(actual, str) and np.shape(actual) != array.shape:
+        if (
+            array is not None
+            and actual is not None
+            and not isinstance(actual, str)
+            and np.shape(actual) != array.shape
+        ):
             came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)
             return f"{name} has shape {came}, not {wanted}"
     return ""

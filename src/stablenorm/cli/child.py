@@ -64,6 +64,10 @@ def _child(work: Callable[[Any], Any], argument: Any, sender: Any) -> None:
         error = InputError("the code of the file needs more memory than there is")
     except Exception as raised:  # noqa: BLE001 - what follows from results that nobody foresaw
         known = isinstance(raised, (InputError, OSError))
-        error = InputError("the check cannot go on: " * (not known) + f"{type(raised).__name__}: " * (not known) + " ".join(str(raised).split()))
+        error = InputError(
+            "the check cannot go on: " * (not known)
+            + f"{type(raised).__name__}: " * (not known)
+            + " ".join(str(raised).split())
+        )
     silence(1, 2)
     sender.send((error, result))

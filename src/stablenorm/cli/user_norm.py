@@ -66,7 +66,9 @@ class UserFile:
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
                 parents = {folder.name for folder in folders}
-                is_relative = isinstance(error, ImportError) and ("relative import" in str(error) or error.name in parents)
+                is_relative = isinstance(error, ImportError) and (
+                    "relative import" in str(error) or error.name in parents
+                )
                 if is_relative and depth < 4:
                     continue
                 fault = FaultError.of(error)
@@ -87,7 +89,9 @@ class UserFile:
         there = ", ".join(functions) or "no functions"
         if self.classes:
             there += f", and the classes {', '.join(self.classes)}: choose one with --class"
-        others = [n for n, v in self.names.items() if inspect.isclass(v) and v.__module__ == _MODULE]
+        others = [
+            n for n, v in self.names.items() if inspect.isclass(v) and v.__module__ == _MODULE
+        ]
         if not self.classes and others:
             there += f", and the class {others[-1]} without forward(x) and backward(dy)"
         wanted = name or f"{kind or 'layer'}_norm_{way}"
@@ -99,11 +103,22 @@ def _usual_names(way: str, kind: str | None) -> list[str]:
     """Return the usual names of a forward or backward of a norm; names that tell the kind come first."""
     kinds = {"layer": ("layernorm", "ln"), "rms": ("rmsnorm", "rms")}
     norms = [name for own, names in kinds.items() for name in names if kind in (own, None)]
-    usual = way, f"{way[0]}wd", "grad" * (way == "backward"), "vjp" * (way == "backward"), "backprop" * (way == "backward")
+    usual = (
+        way,
+        f"{way[0]}wd",
+        "grad" * (way == "backward"),
+        "vjp" * (way == "backward"),
+        "backprop" * (way == "backward"),
+    )
     # A plain `layer_norm` is a forward, mostly; a plain `rms` is seldom one.
     last = [name for name in norms if "norm" in name] if way == "forward" else []
     both = [name + end for end in usual if end for name in norms]
-    return [*both, *(end + name for end in usual if end for name in norms), *filter(None, usual[:2]), *last]
+    return [
+        *both,
+        *(end + name for end in usual if end for name in norms),
+        *filter(None, usual[:2]),
+        *last,
+    ]
 
 
 class Norm(NamedTuple):
@@ -149,7 +164,9 @@ def _of_pair(forward: Any, backward: Any, name: str) -> Norm:
     return Norm(call, pull, pair.takes, signature, name)
 
 
-def adapt_class(file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[int, ...], init: str | None) -> Norm:
+def adapt_class(
+    file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[int, ...], init: str | None
+) -> Norm:
     """Give a class of the file, tried on an x of this shape, the form that the check takes."""
     if name not in file.layers:
         classes = ", ".join(file.classes) or "none"
@@ -158,7 +175,8 @@ def adapt_class(file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[i
     class_ = file.layers[name]
     methods = [next(m for m in names if m in dir(class_)) for names in _METHODS]
     if isinstance(inspect.getattr_static(class_, methods[0]), (staticmethod, classmethod)):
-        return _of_pair(*(getattr(class_, method) for method in methods), name)
+        forward, backward = (getattr(class_, method) for method in methods)
+        return _of_pair(forward, backward, name)
     make, cure = _maker(file, class_, init)
 
     def prepared(x: Array, values: dict[Any, Array]) -> tuple[Any, Pair]:
@@ -184,7 +202,9 @@ def adapt_class(file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[i
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y and its backward."""
         values = {"gamma": gamma, "beta": beta}
-        stored = {path: values[role] for path, role in places.items() if values.get(role) is not None}
+        stored = {
+            path: values[role] for path, role in places.items() if values.get(role) is not None
+        }
         instance, pair = prepared(x, stored)
         y, saved = pair.call({"x": x, "eps": eps, **values})
 
@@ -230,14 +250,18 @@ def _parameters(prepared: Callable[..., Any], x: Array, n: int) -> dict[tuple[st
             pair.call({"x": x.copy(), "eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)})
         arrays = dict(arrays_in(instance))
     # One path to each array; x itself is none.
-    paths = {id(a): path for path, a in reversed(arrays.items()) if a.size == n and a.dtype.kind == "f" and x.size > n}
+    paths = {
+        id(a): path
+        for path, a in reversed(arrays.items())
+        if a.size == n and a.dtype.kind == "f" and x.size > n
+    }
     rng, own = np.random.default_rng(1), {}
     given = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
     values = {path: rng.uniform(0.5, 1.5, n) for path in paths.values()}
 
     def y_of(x: Array, path: Any, by: float) -> Array:
         moved = values | {path: values[path] + by}
-        instance, pair = prepared(x, moved)
+        _, pair = prepared(x, moved)
         return np.array(pair.call({"x": x.copy(), **given})[0])
 
     for path in paths.values():
@@ -269,7 +293,9 @@ def _stored_gradients(
         names = [key_of(part) for part in path if role_of(part) or len(key_of(part)) > 1][-2:]
         size = np.size(before[path][0]) if path in before else 0
 
-        def fits(other: tuple[str, ...], path: Any = path, role: str = role, names: Any = names) -> bool:
+        def fits(
+            other: tuple[str, ...], path: Any = path, role: str = role, names: Any = names
+        ) -> bool:
             said = key_of("".join(other))
             return (
                 gradient_role(other[-1]) == role
@@ -285,8 +311,8 @@ def _stored_gradients(
         if own:
             found[role] = new.pop(own[-1])
     left = [role for role in PARAMETERS if role in places.values() and role not in found]
-    size = {np.size(before[path][0]) for path in places if path in before}
-    rest = [a for a in new.values() if a.size in size]
+    sizes = {np.size(before[path][0]) for path in places if path in before}
+    rest = [a for a in new.values() if a.size in sizes]
     if left and len(rest) == len(left):
         # A list without names, in either order: the gradient of beta is the sum of dy.
         summed = dy.sum(axis=tuple({*range(dy.ndim)} - {a % dy.ndim for a in axes}))
@@ -300,16 +326,28 @@ def _stored_gradients(
     return found
 
 
-def _maker(file: UserFile, class_: Any, init: str | None) -> tuple[Callable[[tuple[int, ...]], Any], str]:
+def _maker(
+    file: UserFile, class_: Any, init: str | None
+) -> tuple[Callable[[tuple[int, ...]], Any], str]:
     """Return the function that makes an instance for these lengths, and words if it had to guess."""
     if init:
         names = file.names | {"np": np}
-        return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""  # noqa: S307
+        return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""
     asked = roles.parameters(class_)
     required = [name for name, needed in asked.items() if needed]
     generator = np.random.default_rng(0)
-    known: dict[str, Any] = {"eps": 1e-5, "axis": -1, "train": True, "others": generator, "beta": 0, "gamma": 1}
-    role = lambda name: role_of(name, ("eps", "gamma", "beta", "train", "others")) or name
+    known: dict[str, Any] = {
+        "eps": 1e-5,
+        "axis": -1,
+        "train": True,
+        "others": generator,
+        "beta": 0,
+        "gamma": 1,
+    }
+
+    def role(name: str) -> str:
+        return role_of(name, ("eps", "gamma", "beta", "train", "others")) or name
+
     # The first that is not known is the length of a row; for others, guesses are tried.
     unknown = [name for name in required if role(name) not in known]
     cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
@@ -320,12 +358,19 @@ def _maker(file: UserFile, class_: Any, init: str | None) -> tuple[Callable[[tup
         n, failures = math.prod(lengths), list[str]()
         values = known | {"gamma": np.ones(n), "beta": np.zeros(n)}
         # With a default they are left: bias=True is a switch.
-        options = {a: values[role(a)] for a, needed in asked.items() if role(a) in values and (needed or role(a) in ("eps", "axis"))}
-        lasts = itertools.product((1e-5, generator, n), repeat=max(len(unknown) - 1, 0))
-        tries = [(first, *rest) for rest in lasts for first in dict.fromkeys([lengths, n] if len(lengths) > 1 else [n, lengths])]
-        tries = [(dict(zip(unknown, values, strict=False)), ()) for values in tries] if unknown else []
+        options = {
+            a: values[role(a)]
+            for a, needed in asked.items()
+            if role(a) in values and (needed or role(a) in ("eps", "axis"))
+        }
+        firsts = [lengths, n] if len(lengths) > 1 else [n, lengths]
+        rests = itertools.product((1e-5, generator, n), repeat=max(len(unknown) - 1, 0))
         # Nothing is required, or *args.
-        for k, (named, listed) in enumerate([*tries, ({}, (n,)), ({}, (lengths,)), ({}, ())]):
+        ways: list[tuple[dict[str, Any], Any]] = [({}, (n,)), ({}, (lengths,)), ({}, ())]
+        if unknown:
+            guesses = itertools.product(firsts, rests)
+            ways[:0] = [(dict(zip(unknown, (f, *rest), strict=True)), ()) for f, rest in guesses]
+        for k, (named, listed) in enumerate(ways):
             if works and k != works[0]:
                 continue
             try:
