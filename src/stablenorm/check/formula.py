@@ -8,7 +8,8 @@ if it holds on a second draw of another shape, and so is the name of a factor.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,15 +46,16 @@ class Change(NamedTuple):
     words: str = ""
     text: str = ""
     rstd: Any = 1.0
-    xhat: Any = 1.0
+    # xhat, gamma or g.
+    values: Mapping[str, Any] = MappingProxyType({})
     axes: tuple[int, ...] = ()
+    # Tried at the end: formulas of two terms for each right one.
+    is_last: bool = False
 
 
 _MEANS = "mean", "mean over the rows", "mean over the first axis", "mean over everything"
 # Rows that a sum over rows may consist of.
 _ROWS = {"sum": slice(None), "last row": slice(-1, None), "first row": slice(1)}
-# The terms of a formula at most: three, each twice; of a sum, whose few elements are explained by more.
-_MOST = {"dx": 6, "y": 4, "dgamma": 3, "dbeta": 3}
 # States that the search keeps, and columns that it tries from each.
 _BEAM, _TRIED = 16, 12
 # A formula leaves at most so many times the noise: the error of a sum of terms that cancel.
@@ -138,7 +140,7 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
     narrow = [form.dtype for form in (FLOAT32, BFLOAT16, FLOAT16)]
     others += [(f"rstd is kept in {t}", f"{t}(rstd)", rstd.astype(t).astype(float)) for t in narrow]
     for words, text, other in others:
-        yield Change(words, text, other, of.centered * other)
+        yield Change(words, text, other, {"xhat": of.centered * other})
     means = [
         (f"the mean is kept in {t}", of.mean - of.mean.astype(t).astype(float)) for t in narrow
     ]
@@ -147,9 +149,14 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
         means = [("the mean of x is subtracted", -of.centered.mean(axis=-1, keepdims=True))]
         xhat, s, _ = statistics(of.centered, eps)
         # A layer norm altogether.
-        yield Change("the mean of x is subtracted", "1 / sqrt(var + eps)", 1 / s, xhat)
+        yield Change("the mean of x is subtracted", "1 / sqrt(var + eps)", 1 / s, {"xhat": xhat})
     for words, by in means:
-        yield Change(words, "", rstd, (of.centered + by) * rstd)
+        yield Change(words, "", rstd, {"xhat": (of.centered + by) * rstd})
+    gamma = of.gamma - of.case.gamma_offset
+    if of.case.gamma_offset:
+        own = {"gamma": gamma, "g": gamma * of.dy}
+        yield Change("gamma_offset is not added to gamma", "", rstd, own)
+    yield Change(is_last=True)
 
 
 def _forwards(case: Case) -> Iterator[Change]:
@@ -164,18 +171,17 @@ def _forwards(case: Case) -> Iterator[Change]:
         for size, less, centered in itertools.product(("var", "mean(x^2)"), (0, 1), (True, False)):
             v = squares[size != "var"] * count / max(count - less, 1)
             said = ["the variance is divided by n - 1"] * less
-            usual = "var" if case.kind == "layer" else "mean(x^2)"
-            if (size == usual) == (centered == (usual == "var")) == (size == usual):
-                pass
-            elif size != usual and centered == (size == "var"):
+            if (size == "var") == centered != (case.kind == "layer"):
                 other, name = ("layer", "a layer") if centered else ("rms", "an RMS")
                 said.append(f"it is that of {name} norm: say --kind {other}, or check_{other}_norm")
-            elif size != usual:
-                said.append(f"{size} is taken for {usual}")
-            else:
+            elif case.kind == "layer" and size != "var":
+                said.append("the variance is taken without the mean, mean(x^2),")
+            elif (case.kind == "layer") != centered:
                 said.append(
                     "the mean of x is " + ("subtracted" if centered else "missing from xhat")
                 )
+            elif case.kind == "rms" and size == "var":
+                said.append("the variance is taken for mean(x^2)")
             root, v_text = np.sqrt(v + eps), size + " n / (n - 1)" * less
             for words, text, bottom in (
                 ("", "sqrt({} + eps)", root),
@@ -193,7 +199,7 @@ def _forwards(case: Case) -> Iterator[Change]:
                 named = "; ".join([*said, *[words.format(size)] * bool(words)])
                 top = "(x - mean)" if centered else "x"
                 xhat = ((x - mean * centered) / bottom).reshape(-1, case.n)
-                yield Change(named, f"{top} / {text.format(v_text)}", 1.0, xhat, axes)
+                yield Change(named, f"{top} / {text.format(v_text)}", 1.0, {"xhat": xhat}, axes)
 
 
 class _Draw:
@@ -203,7 +209,7 @@ class _Draw:
         self.of, self.shape = Expected(case, 2.0**-53), case.x.shape
         of, x = self.of, case.rows(case.x)
         self.values = {"dy": of.dy, "gamma": of.gamma, "beta": of.beta, "g": of.g, "x": x}
-        self.values |= {"y": of.gamma * of.xhat + of.beta, "rstd": of.rstd}
+        self.values |= {"xhat": of.xhat, "y": of.gamma * of.xhat + of.beta, "rstd": of.rstd}
         rows = actual.astype(np.float64).reshape(-1, case.n)
         # Divide by the size of each row, lest one with a large rstd speak for all.
         sizes = np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
@@ -216,7 +222,7 @@ class _Draw:
         of, made, shape = self.of, [], self.shape
         axes = (-1,), tuple(range(len(shape) - 1)), (0,), tuple(range(len(shape)))
         for term in terms:
-            own = self.values | {"xhat": change.xhat if term.changed == 2 else of.xhat}
+            own = self.values | dict(change.values if term.changed == 2 else {})
             outer, inner = (np.prod([own[w] + 0 * of.dy for w in words.split()], axis=0) if words else 1 + 0 * of.dy
                             for words in term[:2])  # fmt: skip
             power = (change.rstd if term.changed else of.rstd) ** term.power
@@ -283,9 +289,10 @@ def _factor(
     if both and (sizes[0] != sizes[1] or len(both) == 1 or both[0] in ("1", "2", "1/2")):
         is_minus = values[0] < 0
         return "-" * is_minus + both[0], float(tables[2][both[0]] * (-1) ** is_minus)
-    value = values[0]
-    text = f"1 {value - 1:+.1e}" if 0 < abs(value - 1) < 1e-5 else f"{value:.6g}"
-    return text * (abs(value - values[1]) <= error * max(abs(value), 1)), value
+    value, size = values[0], abs(values[0])
+    text = f"1 {size - 1:+.1e}" if 0 < abs(size - 1) < 1e-5 else f"{size:.6g}"
+    is_same = abs(value - values[1]) <= error * max(size, 1)
+    return ("-" * (value < 0) + text) * is_same, value
 
 
 @np.errstate(all="ignore")
@@ -311,13 +318,14 @@ def read(
         levels = (2,) if is_y else (0, 1, 2) if change.words else (0,)
         terms = [term._replace(changed=k) for term in terms for k in levels]
         matrix, target = draws[0].columns(terms, change), draws[0].target
+        most = 2 * len(right) if change.is_last else len(right) + 1
         # Terms that do not fit together hold none that do.
         if len(terms) < len(target) and np.isfinite(matrix).all():
             basis = np.linalg.qr(matrix)[0]
             rest = target - basis @ (basis.T @ target)
             if rest @ rest > tolerance**2 * (target @ target):
                 continue
-        chosen = [terms[i] for i in _sparse(matrix, target, tolerance, _MOST[name])]
+        chosen = [terms[i] for i in _sparse(matrix, target, tolerance, most)]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
             continue
         fits = [
@@ -331,7 +339,10 @@ def read(
             continue
         named = {term: words for term, (words, _) in zip(chosen, factors, strict=True)}
         values = {term: value for term, (_, value) in zip(chosen, factors, strict=True)}
-        cause = (_cause_of_y if is_y else _cause)(name, named, change, right, sizes[2], axes)
+        if is_y:
+            cause = _cause_of_y(named, change, right, cases[0].gamma_offset, axes)
+        else:
+            cause = _cause(name, named, change, right, sizes[2])
         return Reading(_shown(values, change), _shown(right, beside=values), cause, change.axes)
     return None
 
@@ -438,7 +449,7 @@ def _deviations(
 
 def _cause(
     name: str, named: dict[Term, str], change: Change, right: dict[Term, float],
-    sizes: tuple[int, ...], _: Any,
+    sizes: tuple[int, ...],
 ) -> str:  # fmt: skip
     """Name the mistake of a gradient; empty if it has no name."""
     if {(t.inner, f) for t, f in named.items()} == {("g", "(n-1)/n"), ("g xhat xhat", "-1/n")}:
@@ -491,13 +502,9 @@ def _cause(
 
 
 def _cause_of_y(
-    _: str,
-    named: dict[Term, str],
-    change: Change,
-    right: dict[Term, float],
-    __: Any,
+    named: dict[Term, str], change: Change, right: dict[Term, float], offset: float,
     axes: Sequence[str],
-) -> str:
+) -> str:  # fmt: skip
     """Name the mistake of a forward."""
     last, said = len(axes) - 1, [*filter(None, [change.words])]
     post = {term.inner: factor for term, factor in named.items()}
@@ -518,8 +525,11 @@ def _cause_of_y(
         "1 gamma xhat, -1 beta": "beta is subtracted, not added", "-1 gamma xhat, 1 beta": "xhat has the wrong sign",
         "1 xhat, 1 gamma, 1 beta": "gamma is added, not multiplied",
     }  # fmt: skip
-    if usual.keys() | {"xhat"} == post.keys() and len(post) > len(usual):
-        said.append(f"the forward adds {post['xhat']} to gamma: say --gamma-offset {post['xhat']}")
+    more = post.get("xhat", "0")
+    if usual | {"xhat": more} == post != usual:
+        missing = float(more) == -offset
+        added = f"the forward adds {more} to gamma: say --gamma-offset {more}"
+        said.append("gamma_offset is not added to gamma" if missing else added)
     elif post != usual:
         said.append(known.get(key, f"y is {key}"))
     return "; ".join(

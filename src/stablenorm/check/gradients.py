@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.differences import Argument
-from stablenorm.check.operation import Backward, FaultError, Given, Loss, Operation, as_array
+from stablenorm.check.operation import (
+    Backward,
+    FaultError,
+    Given,
+    Loss,
+    Missing,
+    Operation,
+    as_array,
+)
 from stablenorm.check.results import _NO_ARGUMENT, ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
@@ -129,7 +137,8 @@ def make_report(
     """Return the report of results, findings, formulas and causes, with the cost of all calls."""
     results, findings = outcome
     # A modified array can spoil correct results, so the causes begin with it.
-    named = [f.message for f in findings if " modifies " in f.message] + [*causes]
+    modified = [f.message for f in findings if " modifies " in f.message]
+    named, readings = [*modified, *causes], {} if modified else readings
     # One fault of all gradients, as an exception is, is said once.
     faults = {r.name: r.message for r in results if r.verdict == "FAIL" and not r.judged}
     is_one = len({*faults.values()}) == 1 and len(faults) == len(results)
@@ -196,15 +205,14 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
         why = _NO_ARGUMENT if array is None else "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
-        # A string says why there is none.
-        fault = fault or (gradient if isinstance(gradient, str) else "")
+        fault = fault or (gradient if isinstance(gradient, Missing) else "")
         gradient = array if fault else as_array("the gradient", gradient, array.shape)
         if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
             first = f"{gradient[places[0]]} at {places[0]}"
             fault = f"the gradient must be finite, got {first} ({len(places)} such)"
     except FaultError as error:
         fault = str(error)
-        if np.ndim(gradient) > array.ndim:
+        if getattr(gradient, "ndim", 0) > array.ndim:
             fault += "; sum over the other axes"
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)

@@ -295,7 +295,7 @@ def _look(
             return _Found({}, found, causes)
     if eps != given:
         message = f"the eps given, {given:g}, is not used: it is {eps:g} inside"
-        findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
+        findings.append(Finding("the forward", "it uses eps", "NOTE", message))
     judged = {name: [by_name[name] for by_name in outputs] for name in outputs[0] if name != "y"}
     right = [n for n, both in judged.items() if all(output.right for output in both)]
     for name in (equation, *(f"every element of {n} is right" for n in right)):
@@ -355,7 +355,9 @@ def _read(
         reading = formula.read(name, draws, actual, noise, case.x.shape, axes)
         if reading:
             readings[name] = reading
-            found.setdefault(reading.cause.replace(name, "{}"), []).append(shown)
+            found.setdefault(reading.cause.replace(name, "{}" if name != "y" else name), []).append(
+                shown
+            )
         elif name == "dx":
             readings[name] = Reading(
                 f"not read back: {_known(operation, draws[0], one, noise)}", ""

@@ -36,7 +36,9 @@ class FaultError(Exception):
     def of(cls, error: BaseException) -> "FaultError":
         """Say what a function raised, and where in its own file."""
         every = traceback.extract_tb(error.__traceback__)
-        frames = [*itertools.dropwhile(lambda frame: frame.filename.startswith(_OURS), every)]
+        frames = [
+            *itertools.dropwhile(lambda frame: frame.filename.startswith((_OURS, "<frozen")), every)
+        ]
         # Name the innermost line of that file: code that it calls is seldom to blame.
         own = [f for f in frames if f.filename == frames[0].filename]
         place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
@@ -50,6 +52,10 @@ class FaultError(Exception):
         words = traceback.format_exception_only(error)
         fault.trace = "".join(traceback.format_list(frames) + words)
         return fault
+
+
+class Missing(str):
+    """Stands for a gradient that is found nowhere; the text says so."""
 
 
 class Operation:

@@ -11,7 +11,7 @@ from stablenorm.text import plain, to_json, wrapped
 TINIEST = 2.0**-1074
 _NO_ARGUMENT = "the argument is None"
 # Layers whose notes everybody reads; those of other layers are figures.
-_TOLD = "contract", "smoothness"
+_TOLD = "contract", "the forward", "smoothness"
 _LAYERS = {
     "contract": "what every pair of functions must do",
     "closed form": "our own formulas, element by element",
@@ -227,12 +227,13 @@ class GradientReport:
         lines += [f.message for f in self.findings if f.layer == "precision"]
         # Each formula with its own cause would repeat what is common: first formulas, then causes.
         for name, yours in self.formula.items():
-            lines.append(f"your {name if name == 'y' else 'd' + name}".ljust(10) + yours)
-            lines += [f"{'right':10}{self.right[name]}"] * bool(self.right[name])
+            label = f"your {name if name == 'y' else 'd' + name}  ".ljust(10)
+            lines.append(label + yours)
+            lines += ["right".ljust(len(label)) + self.right[name]] * bool(self.right[name])
         failed = [
             f"{f.name}: {f.message}".removesuffix(": ")
             for f in self.findings
-            if f.verdict == "FAIL"
+            if f.verdict in ("FAIL", "INCONCLUSIVE")
         ]
         lines += [f"{'cause':10}{said}" for said in self.diagnosis or failed[:1]]
         lines += self.traceback.splitlines()

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -261,7 +262,6 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
             role
             and (name in needed or role == "eps")
             and (name in of_forward or role not in roles.values())
-            and len(needed) > 2 - (role != "x")
         ):
             roles[name] = role
         elif name in needed:
@@ -278,16 +278,14 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
     return {name: roles[name] for name in is_required if name in roles}
 
 
-def spelled(function: Function, roles: Mapping[str, str] | None = None) -> str:
-    """Write how a function is called; roles are added to names that do not tell them."""
-    name, there = getattr(function, "__name__", "a function"), parameters(function)
-    shown = (
-        f"{n}: {r}"
-        if (r := (roles or {}).get(n, "")) in ("dy", "cache", *ARGUMENTS) and key_of(n) != r
-        else n
-        for n in there
-    )
-    return f"{name}({', '.join(shown)})"
+def spelled(function: Function, roles: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Write how a function is called; the roles dy and cache are added to names that do not tell them."""
+    told = []
+    for parameter in inspect.signature(function).parameters.values():
+        name = re.split("[:=]", str(parameter))[0]
+        role = roles.get(name, "")
+        told.append(name + f": {role}" * (role in ("dy", "cache") and key_of(name) != role))
+    return f"{getattr(function, '__name__', 'a function')}({', '.join(told)})"
 
 
 def in_order(named: Mapping[str, Any], takes: Sequence[str], returned: Any) -> list[Any]:

@@ -36,11 +36,11 @@ as far as it was judged: too noisy, or not all gradients.
 import argparse
 import io
 import math
-import os
 import re
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,8 @@ import numpy as np
 from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.check.closed_form import example
 from stablenorm.check.layer_norm import axes_of
-from stablenorm.check.operation import FaultError
+from stablenorm.check.operation import FaultError, Missing
+from stablenorm.check.results import Finding
 from stablenorm.check.roles import key_of
 from stablenorm.cli import parts
 from stablenorm.cli.child import run_apart, silence
@@ -113,22 +114,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, list[str]]:
     """Run the file and judge its norm; return the status, the figures, the signature and the report."""
-    # stderr, before the code can close it. A text overwrites the last.
-    is_shown = sys.stderr and sys.stderr.isatty()
-    stream: Any = os.fdopen(os.dup(2), "w") if is_shown else io.StringIO()
-    silence(*[1] * arguments.quiet_code, 2)
+    # A text overwrites the last; the code may have closed the stream.
+    stream = sys.__stderr__ if sys.__stderr__ and sys.__stderr__.isatty() else io.StringIO()
     show = partial(print, end="\x1b[K\r", file=stream, flush=True)
+    if arguments.quiet_code:
+        silence()
     file: Any = None
     try:
         file = UserFile(arguments.file)
         norm, data, axes, notes = _choose(file, arguments)
-    except (FaultError, ValueError) as error:
+    except (FaultError, ValueError, TypeError) as error:
         text = " ".join(str(error).split())
         is_torch = re.search(_TORCH, text) or (file and "torch" in file.names)
         raise parts.InputError(
             "arrays are NumPy's here, not torch tensors: " * bool(is_torch) + text
         ) from None
-    silence(1)
+    # The code is called often: what it prints is shown once.
+    silence()
     kind = _kind(norm, arguments)
     if not norm.takes and axes == (-1,) and not arguments.axis:
         over = axes_of(kind, norm.forward, norm.backward, data, arguments.eps)
@@ -151,6 +153,13 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         norm.forward, backward, x, gamma, beta, arguments.eps, **options, progress=progress
     )
     show()
+    if norm.others and report.passed:
+        why = f"y depends on {', '.join(norm.others)} too, which is no gamma and no beta"
+        findings = (
+            *report.findings,
+            Finding("parameters", "every parameter is judged", "INCONCLUSIVE", why),
+        )
+        report = replace(report, findings=findings)
     is_partial = report.passed and report.unjudged and not arguments.only
     status = {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
     head = f"{norm.signature}; x {shape_text(data[0].shape)} {data[0].dtype}"
@@ -316,7 +325,7 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
         if (
             array is not None
             and actual is not None
-            and not isinstance(actual, str)
+            and not isinstance(actual, Missing)
             and np.shape(actual) != array.shape
         ):
             came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)

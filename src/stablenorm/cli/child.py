@@ -1,6 +1,7 @@
 """Work on a user's code in a process of its own, whatever that code does to it."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
@@ -46,12 +47,11 @@ def run_apart(work: Callable[[Any], Any], argument: Any, timeout: float | None) 
         process.join()
 
 
-def silence(*streams: int) -> None:
-    """Let nothing come through 1, stdout, or 2, stderr."""
+def silence() -> None:
+    """Let nothing more come through stdout."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-    for stream in streams:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _child(work: Callable[[Any], Any], argument: Any, sender: Any) -> None:
@@ -59,15 +59,15 @@ def _child(work: Callable[[Any], Any], argument: Any, sender: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     error, result = None, None
     try:
-        result = work(argument)
+        # Threads of the code may fail after it, and print a traceback.
+        with contextlib.redirect_stderr(io.StringIO()):
+            result = work(argument)
     except MemoryError:
         error = InputError("the code of the file needs more memory than there is")
+    except (InputError, OSError) as refused:
+        error = InputError(" ".join(str(refused).split()))
     except Exception as raised:  # noqa: BLE001 - what follows from results that nobody foresaw
-        known = isinstance(raised, (InputError, OSError))
-        error = InputError(
-            "the check cannot go on: " * (not known)
-            + f"{type(raised).__name__}: " * (not known)
-            + " ".join(str(raised).split())
-        )
-    silence(1, 2)
+        text = " ".join(str(raised).split())
+        error = InputError(f"the check cannot go on: {type(raised).__name__}: {text}")
+    silence()
     sender.send((error, result))

@@ -7,7 +7,7 @@ import math
 import runpy
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.check import roles
-from stablenorm.check.operation import FaultError, arrays_in
+from stablenorm.check.operation import FaultError, Missing, arrays_in
 from stablenorm.check.roles import PARAMETERS, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
 from stablenorm.types import Array
@@ -27,7 +27,7 @@ _METHODS = (
 )
 # The file's __name__: not "__main__", and no other module's name.
 _MODULE = "_checked_by_stablenorm"
-_NOWHERE = "found nowhere: the backward neither returns nor stores it"
+_NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
 
 
 class UserFile:
@@ -42,7 +42,8 @@ class UserFile:
         self.layers = {
             name: value
             for name, value in self.names.items()
-            if inspect.isclass(value) and all({*names} & {*dir(value)} for names in _METHODS)
+            if inspect.isclass(value)
+            and all(any(callable(getattr(value, n, None)) for n in names) for names in _METHODS)
         }
         own = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
         # Base classes are left out: mostly they are abstract layers.
@@ -132,6 +133,8 @@ class Norm(NamedTuple):
     name: str
     # What to say if it raises: its constructor got a guess.
     cure: str = ""
+    # What else y depends on.
+    others: Sequence[str] = ()
 
 
 def adapt_functions(
@@ -190,13 +193,15 @@ def adapt_class(
             pair.call({"x": x.copy(), "eps": 1e-5})
             there = dict(arrays_in(instance))
         for path, value in values.items():
-            if np.size(there[path]) == np.size(value):
-                np.copyto(there[path], np.reshape(value, there[path].shape), casting="unsafe")
+            place = there.get(path, np.zeros(0))
+            if place.size != value.size:
+                msg = f"{_spelled(path)} must have {value.size} elements, got {place.size}"
+                raise FaultError(msg)
+            np.copyto(place, value.reshape(place.shape), casting="unsafe")
         return instance, pair
 
-    drawn = np.random.default_rng(0).standard_normal(shape)
-    places = _parameters(prepared, drawn, math.prod(shape[axis] for axis in axes))
-    _, pair = prepared(drawn, {})
+    places, others = _parameters(prepared, shape, axes)
+    _, pair = prepared(np.zeros(shape), {})
     takes = tuple(role for role in PARAMETERS if role in {*places.values(), *pair.takes})
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
@@ -233,15 +238,21 @@ def adapt_class(
     told = "; ".join(f"{role} is {_spelled(path)}" for path, role in places.items())
     made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
     signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
-    return Norm(forward, backward, takes, signature, name, cure)
+    return Norm(forward, backward, takes, signature, name, cure, others)
 
 
 def _spelled(path: tuple[str, ...]) -> str:
     return ".".join(path)
 
 
-def _parameters(prepared: Callable[..., Any], x: Array, n: int) -> dict[tuple[str, ...], str]:
-    """Find the arrays of n elements that scale y, gamma, or shift it, beta; the paths to them, and their roles."""
+def _parameters(
+    prepared: Callable[..., Any], shape: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[dict[tuple[str, ...], str], list[str]]:
+    """Find the arrays that scale y, gamma, or shift it, beta: paths to them, their roles; and what else changes y."""
+    # Several rows, of another number than columns, tell gamma from beta, and parameters from values of rows.
+    n, own_axes = math.prod(shape[axis] for axis in axes), {axis % len(shape) for axis in axes}
+    longer = [m if k in own_axes else max(m, 2 + k + (n == 2 + k)) for k, m in enumerate(shape)]
+    x = np.random.default_rng(0).standard_normal(longer)
     instance, pair = prepared(x, {})
     arrays = dict(arrays_in(instance))
     if not any(a.size == n for a in arrays.values()):
@@ -251,13 +262,11 @@ def _parameters(prepared: Callable[..., Any], x: Array, n: int) -> dict[tuple[st
         arrays = dict(arrays_in(instance))
     # One path to each array; x itself is none.
     paths = {
-        id(a): path
-        for path, a in reversed(arrays.items())
-        if a.size == n and a.dtype.kind == "f" and x.size > n
+        id(a): path for path, a in reversed(arrays.items()) if a.size > 1 and a.dtype.kind == "f"
     }
     rng, own = np.random.default_rng(1), {}
     given = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
-    values = {path: rng.uniform(0.5, 1.5, n) for path in paths.values()}
+    values = {path: rng.uniform(0.5, 1.5, arrays[path].size) for path in paths.values()}
 
     def y_of(x: Array, path: Any, by: float) -> Array:
         moved = values | {path: values[path] + by}
@@ -269,11 +278,15 @@ def _parameters(prepared: Callable[..., Any], x: Array, n: int) -> dict[tuple[st
             zero, one, two = (y_of(x, path, by) for by in (0, 1, 2))
             other = y_of(2 * x + x**2, path, 1) - y_of(2 * x + x**2, path, 0)
             step, size = one - zero, 1e-4 * np.max(np.abs(one))
-            if np.max(np.abs(step)) > size and np.max(np.abs(two - one - step)) <= size:
-                own[path] = "beta" if np.max(np.abs(step - other)) <= size else "gamma"
+            if np.max(np.abs(step)) > size:
+                is_parameter = np.max(np.abs(two - one - step)) <= size and arrays[path].size == n
+                is_shift = np.max(np.abs(step - other)) <= size
+                own[path] = "" if not is_parameter else "beta" if is_shift else "gamma"
     # Of two arrays with one role, the one with a name for it.
     order = sorted(own, key=lambda path: not any(role_of(part) == own[path] for part in path))
-    return {path: own[path] for path in {own[p]: p for p in reversed(order)}.values()}
+    chosen = {own[p]: p for p in reversed(order)}
+    left = [_spelled(path) for path in own if not own[path] or path not in chosen.values()]
+    return {path: role for role, path in chosen.items() if role}, left
 
 
 def _stored_gradients(
@@ -351,7 +364,9 @@ def _maker(
     # The first that is not known is the length of a row; for others, guesses are tried.
     unknown = [name for name in required if role(name) not in known]
     cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
-    cure = f'{class_.__name__} also requires {", ".join(unknown[1:]) or "nothing"}; say how it is made: --init "{class_.__name__}({cure})"'
+    cure = f'say how it is made: --init "{class_.__name__}({cure})"'
+    if others := ", ".join(unknown[1:]):
+        cure = f"{class_.__name__} also requires {others}; {cure}"
     works = list[int]()
 
     def make(lengths: tuple[int, ...]) -> Any:
