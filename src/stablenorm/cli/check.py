@@ -1,9 +1,9 @@
 """
 Check a layer or RMS norm of yours: runs your file, reads back what is wrong.
 
-The check compares gradients with finite differences and a closed form. Where one
-is wrong, it shows the formula that your code computes, the right one, and the
-cause.
+The check compares gradients with finite differences and a closed form. Where
+one is wrong, it shows the formula that your code computes, the right one, and
+the cause.
 
 examples:
   stablenorm check mine.py
@@ -22,15 +22,15 @@ the file must hold two functions or a class:
 The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param,
-...), otherwise by order. A class holds gamma and beta in any array of n elements
-that scales or shifts y; its backward returns their gradients, stores them or
-applies them. The page "Check your own backward" has a table of all forms.
+...), otherwise by order. A class holds gamma and beta in any array of n
+elements that scales or shifts y; its backward returns their gradients, stores
+them or applies them. The page "Check your own backward" has a table of forms.
 
 THE CODE OF THE FILE IS RUN, as a module, in a process of its own: check only
 files that you trust.
 
-exit status: 0 right, 1 a mistake found, 2 not judged (one line says why), 3 right
-as far as it was judged: too noisy, or not all gradients.
+exit status: 0 right, 1 a mistake found, 2 not judged (one line says why), 3
+right as far as it was judged: too noisy, or not all gradients.
 """
 
 import argparse
