@@ -215,7 +215,7 @@ class _Draw:
         sizes = np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
         self.weights = 1 / np.where(sizes > 0, sizes, 1) + 0 * rows
         self.target = (rows * self.weights).reshape(-1)
-        self.sizes = case.n, len(x), self.shape[0]
+        self.sizes = _sizes(self.shape)
 
     def columns(self, terms: Sequence[Term], change: Change) -> Array:
         """Return a column of weighted elements for each term."""
@@ -295,7 +295,6 @@ def _factor(
     return ("-" * (value < 0) + text) * is_same, value
 
 
-@np.errstate(all="ignore")
 def read(
     name: str, cases: Sequence[Case], outputs: Sequence[Array], noise: float,
     shape: Sequence[int], axes: Sequence[str] = (),
@@ -306,45 +305,56 @@ def read(
     `noise` is the relative error of the code where it is right. Factors are shown for an x of `shape`,
     whose axes have the names `axes`. None: no formula was found.
     """
-    draws = [_Draw(case, actual) for case, actual in zip(cases, outputs, strict=True)]
-    right, tolerance = _right(name, cases[0]), _SLACK * max(noise, 2.0**-52)
-    if not all(np.isfinite(draw.target).all() for draw in draws):
-        return None
-    if not any(draw.target.any() for draw in draws):
+    right = _right(name, cases[0])
+    if not any(output.any() for output in outputs):
         return Reading("0", _shown(right), f"{name} is zero")
+    if not (found := find(name, cases, outputs, noise, shape)):
+        return None
+    factors, change = found
+    named, values = ({term: pair[k] for term, pair in factors.items()} for k in (0, 1))
+    if name == "y":
+        cause = _cause_of_y(named, change, right, cases[0].gamma_offset, axes)
+    else:
+        cause = _cause(name, named, change, right, shape)
+    return Reading(_shown(values, change), _shown(right, beside=values), cause, change.axes)
+
+
+@np.errstate(all="ignore")
+def find(
+    name: str, cases: Sequence[Case], outputs: Sequence[Array], noise: float, shape: Sequence[int]
+) -> tuple[dict[Term, Any], Change] | None:
+    """Return the terms that give the outputs, each with the name of its factor and the value for `shape`."""
+    draws = [_Draw(case, actual) for case, actual in zip(cases, outputs, strict=True)]
+    tolerance, count = _SLACK * max(noise, 2.0**-52), len(_right(name, cases[0]))
     for changes in zip(*(_changes(name, draw.of) for draw in draws), strict=True):
-        change, is_y = changes[0], name == "y"
-        terms = [*_terms(name, cases[0], core=bool(change.words))]
-        levels = (2,) if is_y else (0, 1, 2) if change.words else (0,)
+        change = changes[0]
+        levels = (2,) if name == "y" else (0, 1, 2) if change.words else (0,)
+        terms = _terms(name, cases[0], core=bool(change.words))
         terms = [term._replace(changed=k) for term in terms for k in levels]
         matrix, target = draws[0].columns(terms, change), draws[0].target
-        most = 2 * len(right) if change.is_last else len(right) + 1
         # Terms that do not fit together hold none that do.
         if len(terms) < len(target) and np.isfinite(matrix).all():
             basis = np.linalg.qr(matrix)[0]
             rest = target - basis @ (basis.T @ target)
             if rest @ rest > tolerance**2 * (target @ target):
                 continue
+        most = 2 * count if change.is_last else count + 1
         chosen = [terms[i] for i in _sparse(matrix, target, tolerance, most)]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
             continue
-        fits = [
-            _fitted(d.columns(chosen, c), d.target, tolerance)
-            for d, c in zip(draws, changes, strict=True)
-        ]
+        both = zip(draws, changes, strict=True)
+        fits = [_fitted(d.columns(chosen, c), d.target, tolerance) for d, c in both]
+        sizes = [*(draw.sizes for draw in draws), _sizes(shape)]
         # The error of a coefficient: noise, grown by what cancels between terms.
-        sizes = [*(draw.sizes for draw in draws), (shape[-1], math.prod(shape[:-1]), shape[0])]
         factors = [_factor(pair, sizes, 64 * tolerance) for pair in zip(*fits, strict=False)]
-        if len(factors) < len(chosen) or not all(words for words, _ in factors):
-            continue
-        named = {term: words for term, (words, _) in zip(chosen, factors, strict=True)}
-        values = {term: value for term, (_, value) in zip(chosen, factors, strict=True)}
-        if is_y:
-            cause = _cause_of_y(named, change, right, cases[0].gamma_offset, axes)
-        else:
-            cause = _cause(name, named, change, right, sizes[2])
-        return Reading(_shown(values, change), _shown(right, beside=values), cause, change.axes)
+        if len(factors) == len(chosen) and all(words for words, _ in factors):
+            return dict(zip(chosen, factors, strict=True)), change
     return None
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return n, the number of rows and the length of the first axis."""
+    return shape[-1], math.prod(shape[:-1]), shape[0]
 
 
 def _shown(values: dict[Term, float], change: Any = None, beside: Any = ()) -> str:
@@ -449,7 +459,7 @@ def _deviations(
 
 def _cause(
     name: str, named: dict[Term, str], change: Change, right: dict[Term, float],
-    sizes: tuple[int, ...],
+    shape: Sequence[int],
 ) -> str:  # fmt: skip
     """Name the mistake of a gradient; empty if it has no name."""
     if {(t.inner, f) for t, f in named.items()} == {("g", "(n-1)/n"), ("g xhat xhat", "-1/n")}:
@@ -473,7 +483,7 @@ def _cause(
             return ""
         slots.append(slot)
         said = (
-            [*_deviations(term, factor, *wanted[slot], sizes)]
+            [*_deviations(term, factor, *wanted[slot], _sizes(shape))]
             if slot in wanted
             else ["{} {is} subtracted in dx"]
         )
