@@ -390,17 +390,34 @@ def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
     assert err.endswith("comparing: 64 of 64\x1b[K\r\x1b[K\r")
 
 
-def test_a_file_that_closes_the_streams_is_judged_all_the_same():
-    """The file closes the streams of Python and of the system."""
-    closing = "import os, sys\nfor s in sys.stdin, sys.stdout, sys.__stdout__: s.close()\n"
-    for more in ("", "os.close(0)\n", "os.close(2)\n"):
-        write(closing + more + CORE + USUAL)
-        done = run_python(
-            "from stablenorm.cli import main; raise SystemExit(main(['check', 'mine.py']))"
-        )
-        assert "PASS" in done.stdout, done
-        assert done.returncode == 0
-        assert "Traceback" not in done.stderr
+CODE = CORE + USUAL
+# Files, run in a process of their own: options, the status, and words of stderr or, with status 0, of stdout.
+APART = {
+    "ends at import": ("import os; os._exit(0)", "", 2, "no verdict: the process that ran the code ended with status 0"),
+    "crashes": ("import os, signal\ndef layer_norm_backward(dy, cache): os.kill(os.getpid(), signal.SIGABRT)", "", 2, "ended by the signal SIGABRT"),
+    "never returns": ("import time\nwhile True: time.sleep(1)", "--timeout 2", 2, "no verdict within 2 s, see --timeout"),
+    "breaks the interpreter": ("import builtins\ndel builtins.len, builtins.isinstance", "", 2, "no verdict"),
+    "closes all": ("import os; os.closerange(0, 256)", "", 2, "ended with status 1"),
+    "closes the streams": ("import os, sys; sys.stdout.close(); os.close(0); os.close(2)", "", 0, "PASS"),
+    "leaves a thread": ("import threading, time; threading.Thread(target=time.sleep, args=[99]).start(); print('at work')",
+                        "", 0, "at work\nmine.py: layer"),
+    "is quiet": ("print('at work')", "--quiet-code", 0, "mine.py: layer"),
+    "reads": ("input()", "", 2, "EOFError: EOF when reading a line at mine.py:1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", APART)
+def test_a_process_of_its_own_has_a_status_whatever_the_code_does(how):
+    text, options, status, words = APART[how]
+    own, _, last = text.partition("\ndef ")
+    write(f"{own}\n{CODE}\n" + f"def {last}" * bool(last))
+    run = f"from stablenorm.cli import main; raise SystemExit(main(['check', 'mine.py', *{options.split()}]))"
+    done = run_python(f"if __name__ == '__main__':\n    {run}")
+    assert done.returncode == status, done
+    assert words in (done.stdout if status == 0 else done.stderr)
+    assert "Traceback" not in done.stderr
+    assert ("at work" in done.stdout) == (how == "leaves a thread")
+    assert status == 0 or (done.stdout, done.stderr.count("\n")) == ("", 2)
 
 
 def test_helpers_beside_the_file_are_found_and_nothing_is_left_behind(tmp_path, capsys):

@@ -284,14 +284,14 @@ def _factor(
         for n, rows, first in sizes
     ]  # fmt: skip
     pairs = [*zip(map(abs, values), tables, strict=False)]
-    both = [n for n in tables[0] if all(abs(v - t[n]) <= error * max(t[n], 1) for v, t in pairs)]
+    both = [n for n in tables[0] if all(abs(v - t[n]) <= error * t[n] for v, t in pairs)]
     # On one shape, several names may be one number: then none is certain.
     if both and (sizes[0] != sizes[1] or len(both) == 1 or both[0] in ("1", "2", "1/2")):
         is_minus = values[0] < 0
         return "-" * is_minus + both[0], float(tables[2][both[0]] * (-1) ** is_minus)
     value, size = values[0], abs(values[0])
     text = f"1 {size - 1:+.1e}" if 0 < abs(size - 1) < 1e-5 else f"{size:.6g}"
-    is_same = abs(value - values[1]) <= error * max(size, 1)
+    is_same = abs(value - values[1]) <= error * size
     return ("-" * (value < 0) + text) * is_same, value
 
 
@@ -329,8 +329,8 @@ def find(
     for changes in zip(*(_changes(name, draw.of) for draw in draws), strict=True):
         change = changes[0]
         levels = (2,) if name == "y" else (0, 1, 2) if change.words else (0,)
-        terms = _terms(name, cases[0], core=bool(change.words))
-        terms = [term._replace(changed=k) for term in terms for k in levels]
+        usual = _terms(name, cases[0], core=bool(change.words))
+        terms = [term._replace(changed=k) for term in usual for k in levels]
         matrix, target = draws[0].columns(terms, change), draws[0].target
         # Terms that do not fit together hold none that do.
         if len(terms) < len(target) and np.isfinite(matrix).all():

@@ -55,19 +55,27 @@ def silence() -> None:
 
 
 def _child(work: Callable[[Any], Any], argument: Any, sender: Any) -> None:
-    # The parent answers an interrupt.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    error, result = None, None
     try:
-        # Threads of the code may fail after it, and print a traceback.
+        # The parent answers an interrupt.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sender.send(_done(work, argument))
+    finally:
+        # At once: threads of the code, and what it left to do at exit, do not count.
+        os._exit(1)
+
+
+def _done(work: Callable[[Any], Any], argument: Any) -> tuple[InputError | None, Any]:
+    """Return the error of the work, or None, and its result."""
+    try:
+        # Threads of the code may fail, and print a traceback.
         with contextlib.redirect_stderr(io.StringIO()):
-            result = work(argument)
+            return None, work(argument)
     except MemoryError:
-        error = InputError("the code of the file needs more memory than there is")
+        return InputError("the code of the file needs more memory than there is"), None
     except (InputError, OSError) as refused:
-        error = InputError(" ".join(str(refused).split()))
+        return InputError(" ".join(str(refused).split())), None
     except Exception as raised:  # noqa: BLE001 - what follows from results that nobody foresaw
         text = " ".join(str(raised).split())
-        error = InputError(f"the check cannot go on: {type(raised).__name__}: {text}")
-    silence()
-    sender.send((error, result))
+        return InputError(f"the check cannot go on: {type(raised).__name__}: {text}"), None
+    finally:
+        silence()
