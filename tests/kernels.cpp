@@ -20,9 +20,12 @@ struct Random {
 
 using Bytes = std::vector<uint8_t>;
 
+// Bytes before the elements of an array: NumPy's arrays need not be aligned.
+constexpr Index SHIFT = 1;
+
 // Draws elements: of any size, tiny, huge, with an offset, near one another; for float16 any finite bits.
 Bytes elements(Random& random, Index count, Type type, int scale) {
-    Bytes drawn((size_t)(count * BYTES[type]));
+    Bytes drawn((size_t)(count * BYTES[type] + SHIFT));
     for (Index i = 0; i < count; i++) {
         double v = random.signed_unit();
         if (scale == 1) v = v * 1e-38;
@@ -35,12 +38,12 @@ Bytes elements(Random& random, Index count, Type type, int scale) {
         if (type == BF16) bits >>= 16;
         if (type == F16) bits = (uint32_t)(scale < 3 ? random() % 0x7c00 : 0x3c00 + random() % 64) | (uint32_t)(random() & 0x8000);
         const void* from = type == F64 ? (const void*)&v : &bits;
-        memcpy(drawn.data() + i * BYTES[type], from, (size_t)BYTES[type]);
+        memcpy(drawn.data() + SHIFT + i * BYTES[type], from, (size_t)BYTES[type]);
     }
     return drawn;
 }
 
-Rows rows_of(Bytes& data, Type type, Index n) { return {(char*)data.data(), type, n * BYTES[type]}; }
+Rows rows_of(Bytes& data, Type type, Index n) { return {(char*)data.data() + SHIFT, type, n * BYTES[type]}; }
 
 void add_to(uint64_t& digest, const void* data, size_t bytes) {  // FNV-1a
     for (size_t i = 0; i < bytes; i++) digest = (digest ^ ((const uint8_t*)data)[i]) * 1099511628211u;
@@ -62,16 +65,17 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     }
     if (c.pairs()) c.marks = marks.data();
     c.x = rows_of(x, type, n), c.y = rows_of(y, type, n);
-    c.gamma = (char*)gamma.data(), c.beta = (char*)beta.data(), c.gamma_type = c.beta_type = type;
+    c.gamma = (char*)gamma.data() + SHIFT, c.beta = (char*)beta.data() + SHIFT, c.gamma_type = c.beta_type = type;
     jobs::plan(c);
-    int state = jobs::run(c, threads);
+    int state = jobs::run(c, threads) == jobs::DECLINED;
     for (uint8_t& mark : marks) mark = 0;
     c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, n), c.dy = rows_of(dy, type, n);
-    for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data(), c.sums_type[i] = type;
+    for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data() + SHIFT, c.sums_type[i] = type;
     for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n, c.partial[i] = (double*)partial.data() + 3 * i * n;
     jobs::plan(c);
-    state = 4 * state + jobs::run(c, threads);
-    for (Bytes* data : {&y, &dx, &sums[0], &sums[1], &uncertified, &marks}) add_to(digest, data->data(), data->size());
+    state = 4 * state + (jobs::run(c, threads) == jobs::DECLINED);
+    for (Bytes* data : {&y, &dx, &sums[0], &sums[1]}) add_to(digest, data->data() + SHIFT, data->size() - SHIFT);
+    for (Bytes* data : {&uncertified, &marks}) add_to(digest, data->data(), data->size());
     add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);
 }
 

@@ -23,7 +23,7 @@ FINITE = [name for name, family in FAMILIES.items() if family.finite]
 CANCELLING = {
     "y": {"F07", "F32"},
     "dgamma": {"F07"},
-    "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"},
+    "dx": {"F07", "F08", "F20", "F21", "F28", "F28b", "F41"},
 }
 OF_FORWARD = {"gamma_offset", "residual", "where"}
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
+import stablenorm.cli.files
 import stablenorm.cli.run as job
-from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
+import stablenorm.diagnosis
+from stablenorm import backends, cost, layer_norm, layer_norm_forward, memory, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
@@ -86,6 +89,8 @@ FULL = "stablenorm: No space left on device\n"
         ("run x.npz >&-", 0, ""),
         ("run x.npz >/dev/full", 2, FULL),
         ("run --digests >/dev/full", 2, FULL),
+        # The status was once 1.
+        ("run no.npz 2>/dev/full", 2, ""),
     ],
 )
 def test_output_that_goes_nowhere(where, status, words):
@@ -99,8 +104,19 @@ def test_output_that_goes_nowhere(where, status, words):
     assert (done.returncode, done.stdout, done.stderr) == (status, "", words)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        # It was said of x, whatever was too large.
+        (MemoryError("Unable to allocate 9 GiB"), 2, "Unable to allocate 9 GiB"),
+        (MemoryError(), 2, "memory is exhausted"),
+    ],
+)
+def test_an_interrupted_out_leaves_what_was_there(
+    tmp_path, capsys, monkeypatch, error, status, words
+):
     path = save(tmp_path, x=X)
     (tmp_path / "out.npz").write_bytes(b"older")
 
@@ -109,12 +125,34 @@ def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch,
         raise error
 
     monkeypatch.setattr(np, "savez", half)
-    status = main(["run", path, "--out", "out.npz"])
-    assert status == (130 if error is KeyboardInterrupt else 2)
+    assert main(["run", path, "--out", "out.npz"]) == status
     assert (tmp_path / "out.npz").read_bytes() == b"older"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz"]
-    reason = "interrupted" if error is KeyboardInterrupt else "No space left on device"
-    assert capsys.readouterr().err == f"stablenorm: {reason}\n"
+    assert capsys.readouterr().err == f"stablenorm: {words}\n"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((9000, 256), "f2"), ((90_000, 1), "f2"), ((1, 2500), "f4")]
+)
+def test_run_asks_for_the_memory_that_it_takes(shape, dtype, tmp_path, monkeypatch, request):
+    """Many elements, many rows, or one long row; it once took 6.4 times x, and asked for 4."""
+    asked = []
+    monkeypatch.setattr(stablenorm.cli.files, "check_memory", asked.append)
+    # Leave out what does not grow with x, as the first run does; let tracemalloc see all results.
+    monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 1 << 12)
+    monkeypatch.setattr(job, "_ORACLE_ELEMENTS", 100)
+    monkeypatch.setattr(job, "_CHECK_ELEMENTS", 100)
+    request.addfinalizer(partial(memory.set_idle_limit, memory.get_idle_limit()))
+    memory.set_idle_limit(0)
+    assert main(["run", save(tmp_path, x=X)]) == 0
+    save(tmp_path, x=np.random.default_rng(0).standard_normal(shape).astype(dtype))
+    tracemalloc.start()
+    try:
+        assert main(["run", "in.npz"]) == 0
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * asked[-1] < peak < asked[-1]
 
 
 @pytest.mark.parametrize("wrong", ["y", "dx", "dgamma", "dbeta"])
@@ -197,12 +235,18 @@ def call_once(calls, **_):
 def test_bench_writes_every_combination(monkeypatch):
     """The figures are faked: only the combinations count."""
     monkeypatch.setattr(timing, "measure_interleaved", call_once)
-    monkeypatch.setattr(timing, "measure_copy", partial(timing.measure_copy, nbytes=2**16))
+    monkeypatch.setattr("stablenorm.threads._chosen", None)
+    # The copy of 2^31 parts once never ended.
+    copied = lambda threads: 1e9 if threads <= os.cpu_count() else pytest.fail("too many parts")
+    monkeypatch.setattr(timing, "measure_copy", copied)
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
     dtypes = "--dtype", "float32", "--dtype", "bfloat16"
     shapes = "--shape", "2", "3", "8", "--shape", "16"
     roundings = "--rounding", "fast", "--rounding", "nearest"
-    assert main(["bench", *shapes, *dtypes, *roundings, "--json", "r.json"]) == 0
+    assert (
+        main(["bench", *shapes, *dtypes, *roundings, "--json", "r.json", "--threads", "2147483647"])
+        == 0
+    )
     written = json.loads(Path("r.json").read_text())
     # Two of each: shapes, dtypes, directions, roundings, fresh and out=.
     assert len(written["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)

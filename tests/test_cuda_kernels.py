@@ -47,6 +47,8 @@ CASES = [
     for dtype, lengths in table.items()
     for n in lengths
     for name, family in FAMILIES.items()
+    # The device does no row twice: an infinity may stand for the rounding errors of terms beyond 2**48 times the range.
+    if name != "F41" or dtype == "float64"
     if family.applies(parse(dtype), n) and (table is LENGTHS or name in FEW)
 ]
 

@@ -1,5 +1,6 @@
 """`diagnose` predicts the bits that methods lose, and marks special rows."""
 
+import os
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -166,6 +167,11 @@ def test_a_row_has_its_marks_and_no_other(kind, x, expected):
 
 def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 7 * 96)
+    # A thread for each of 15 blocks, at most one for each processor.
+    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 2**31 - 1)
+    pool = stablenorm.diagnosis.ThreadPoolExecutor
+    few = lambda threads: pool(threads) if threads <= os.cpu_count() else pytest.fail("too many")
+    monkeypatch.setattr(stablenorm.diagnosis, "ThreadPoolExecutor", few)
     x = np.random.default_rng(2).standard_normal((100, 96)).astype(np.float32)
     x[17] += 4e5
     x[60] += 2e4

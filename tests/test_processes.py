@@ -53,7 +53,9 @@ def test_the_environment_and_the_processors_decide_until_it_is_set(monkeypatch):
     monkeypatch.setattr(of_threads, "_chosen", None)
     for value in ("two", "0", "-1", "1.5", "1e1", "\N{SUPERSCRIPT TWO}"):
         monkeypatch.setenv("STABLENORM_NUM_THREADS", value)
-        said = f"STABLENORM_NUM_THREADS must be a positive integer, got '{value}'; unset"
+        said = (
+            f"STABLENORM_NUM_THREADS must be an integer from 1 to 2147483647, got '{value}'; unset"
+        )
         with pytest.raises(ValueError, match=said):
             stablenorm.get_num_threads()
     monkeypatch.delenv("STABLENORM_NUM_THREADS")

@@ -14,7 +14,7 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import memory
 from stablenorm.formats import check_dtype
-from stablenorm.types import Array
+from stablenorm.types import Array, shown
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
 _CUDA_KINDS = frozenset((2, 13))
@@ -39,7 +39,8 @@ def is_lazy(value: Any) -> bool:
 
 def is_lazy_cache(value: Any) -> bool:
     """Tell whether `value` is the cache of a forward on a Dask array."""
-    return is_lazy(getattr(value, "x", None))
+    # A record of another length has no x.
+    return not isinstance(value, tuple) and is_lazy(getattr(value, "x", None))
 
 
 def convert(name: str, value: Any) -> Array:
@@ -135,13 +136,18 @@ def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, 
         cure = "; pass a tuple" * isinstance(axis, (list, np.ndarray))
         msg = f"axis must be an int or a tuple of ints, got {axis!r:.60}{cure}"
         raise TypeError(msg) from None
-    except np.exceptions.AxisError:
-        msg = f"axis must name axes of x, which has {ndim} dimensions, got {axis}"
+    except (np.exceptions.AxisError, OverflowError):
+        msg = f"axis must name axes of x, which has {ndim} dimensions, got {shown_axis(axis)}"
         raise ValueError(msg) from None
     if not axes or len(set(axes)) < len(axes):
         msg = f"axis must name at least one axis, each once, got {axis}"
         raise ValueError(msg)
     return tuple(axes)
+
+
+def shown_axis(axis: Any) -> str:
+    """Write an axis, or axes, of any size."""
+    return f"({', '.join(map(shown_axis, axis))})" if isinstance(axis, tuple) else shown(axis)
 
 
 def normalized_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -203,7 +203,7 @@ def backward(
     dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
 ) -> Gradients:
     """Do the work of `operations.backward` for the cache of a Dask array."""
-    checks.check_cache(cache, dy, kind)
+    checks.checked_cache(cache, dy, kind)
     names = "sum_axes", "dmean", "drstd", "accumulate"
     checks.check_combinations([checks.DASK], out=out, **dict(zip(names, others, strict=True)))
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm

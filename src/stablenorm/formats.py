@@ -47,9 +47,14 @@ def is_supported(dtype: np.dtype[Any]) -> bool:
 def check_dtype(name: str, array: NDArray[Any]) -> None:
     """Raise TypeError unless `array` holds one of the four floating types."""
     if not is_supported(array.dtype):
-        is_argument = array.dtype.kind in "iub" and name.isidentifier() and name != "dtype"
-        cure = f"; pass np.asarray({name}, np.float32)" * is_argument
-        if is_argument and name == "gamma" and array.ndim < 2 and array.size < 4:
+        kind = array.dtype.char
+        is_argument = name.isidentifier() and name != "dtype"
+        # An object and a longdouble may hold more digits than a float32.
+        known = dict.fromkeys("?bhilqBHILQ", "float32") | dict.fromkeys("gO", "float64")
+        cure = (
+            f"; pass np.asarray({name}, np.{known[kind]})" if is_argument and kind in known else ""
+        )
+        if cure and name == "gamma" and array.ndim < 2 and array.size < 4 and kind not in "gO":
             cure += ". If it is PyTorch's normalized_shape, leave it out: axis= takes its place"
         msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{cure}"
         raise TypeError(msg)

@@ -27,6 +27,12 @@ _limit: int | None = None
 
 def default_limit() -> int:
     """Return how much may be idle: a share of what this process can have at most."""
+    # A system that does not say is taken for a small machine.
+    return min(_MOST, most(unknown=4 << 30) // _SHARE)
+
+
+def most(unknown: int) -> int:
+    """Return how much memory this process can have at most; `unknown` if the system does not say."""
     limits = []
     with contextlib.suppress(AttributeError, ValueError, OSError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -37,8 +43,7 @@ def default_limit() -> int:
     with contextlib.suppress(KeyError, AttributeError):
         workers = list(sys.modules["distributed.worker"].Worker._instances)
         limits += filter(None, [worker.memory_manager.memory_limit for worker in workers])
-    # A system that does not say is taken for a small machine.
-    return min(_MOST, min(limits, default=4 << 30) // _SHARE)
+    return min(limits, default=unknown)
 
 
 def use(core: Any) -> None:
@@ -61,12 +66,12 @@ def set_idle_limit(nbytes: int) -> None:
     Parameters
     ----------
     nbytes : int
-        At least 0. With 0, nothing is kept, and what is idle is released at once.
+        From 0 to `sys.maxsize`. With 0, nothing is kept, and what is idle is released at once.
 
     Raises
     ------
     TypeError, ValueError
-        If `nbytes` is not an int, or is negative.
+        If `nbytes` is not an int, or is out of this range.
 
     Notes
     -----

@@ -6,6 +6,9 @@ from stablenorm.types import check_count
 
 _chosen: int | None = None
 
+# The most that a call may be asked to use, those of a C int; more than there are processors cost nothing.
+_MOST = 2**31 - 1
+
 
 def set_num_threads(count: int) -> None:
     """
@@ -14,12 +17,12 @@ def set_num_threads(count: int) -> None:
     Parameters
     ----------
     count : int
-        At least 1. With 1, every call stays on its own thread.
+        From 1 to 2**31 - 1; more than there are processors cost nothing. With 1, every call stays on its own thread.
 
     Raises
     ------
     TypeError, ValueError
-        If `count` is not an int, or is less than 1.
+        If `count` is not an int, or is out of this range.
 
     Notes
     -----
@@ -37,7 +40,7 @@ def set_num_threads(count: int) -> None:
     >>> stablenorm.set_num_threads(before)
     """
     global _chosen  # noqa: PLW0603  # the one setting of the process
-    _chosen = check_count("count", count, least=1)
+    _chosen = check_count("count", count, least=1, most=_MOST)
 
 
 def get_num_threads() -> int:
@@ -50,7 +53,7 @@ def get_num_threads() -> int:
     Raises
     ------
     ValueError
-        If STABLENORM_NUM_THREADS is not a positive integer.
+        If STABLENORM_NUM_THREADS is not an integer from 1 to 2**31 - 1.
     """
     global _chosen  # noqa: PLW0603  # the one setting of the process
     if _chosen is None:
@@ -58,9 +61,11 @@ def get_num_threads() -> int:
         affinity = getattr(os, "sched_getaffinity", None)
         processors = len(affinity(0)) if affinity else os.cpu_count() or 1
         name = "STABLENORM_NUM_THREADS"
-        asked = os.environ.get(name) or str(processors)
-        if not asked.strip().isdecimal() or int(asked) < 1:
-            msg = f"{name} must be a positive integer, got {asked!r}; unset or correct it"
+        asked = (os.environ.get(name) or str(processors)).strip()
+        # Python reads no number of more than 4300 digits.
+        count = int(asked) if asked.isdecimal() and len(asked) < 20 else 0
+        if not 1 <= count <= _MOST:
+            msg = f"{name} must be an integer from 1 to {_MOST}, got {asked!r:.60}; unset or correct it"
             raise ValueError(msg)
-        _chosen = int(asked)
+        _chosen = count
     return _chosen

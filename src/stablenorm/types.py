@@ -2,12 +2,15 @@
 
 import math
 import operator
-from typing import Any, Literal, NamedTuple
+import sys
+from textwrap import shorten
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stablenorm.formats import BFLOAT16
+from stablenorm.control import with_default_control
+from stablenorm.formats import BFLOAT16, check_dtype
 
 Array = NDArray[Any]
 # Lengths, or axes.
@@ -133,22 +136,30 @@ class Cache(NamedTuple):
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
-        shown = self.x, *self.norm[:2]
-        x, gamma, beta = (v if v is None else f"{v.dtype} {v.shape}" for v in shown)
+        try:
+            check_record(self)
+            x, gamma, beta = (
+                v if v is None else f"{v.dtype} {v.shape}" for v in (self.x, *self.norm[:2])
+            )
+            rounding = self.norm.rounding
+        except (AttributeError, TypeError, ValueError) as error:
+            return f"Cache({error})"
         return (
             f"Cache(x: {x}, gamma: {gamma}, beta: {beta}, axis: {self.axis}, "
             f"statistics: {self.statistics.nbytes} bytes, backend: {self.backend!r}, "
-            f"rounding: {self.norm.rounding!r})"
+            f"rounding: {rounding!r})"
         )
 
     @property
     def gamma(self) -> Array | None:
         """Return the gamma that was given."""
+        check_record(self)
         return self.norm.gamma
 
     @property
     def mean(self) -> Array:
         """Return the mean of each row."""
+        check_rows(self)
         statistics = self.statistics
         if statistics.mean is None:
             return self._of_rows(np.zeros_like(statistics.rstd), 0.0, None, 0)
@@ -157,20 +168,94 @@ class Cache(NamedTuple):
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
+        check_rows(self)
         return self._of_rows(0.0, self.statistics.rstd, self.statistics.rstd_lo, 1)
 
+    @with_default_control
     def _of_rows(self, first: Any, low: Any, lower: Any, which: int) -> Array:
         """Return ``first + (low + lower) * 2**exponent`` in one float64 per row."""
         exponent = self.statistics.exponent
-        with np.errstate(all="ignore"):
-            if lower is not None:
-                # NaN of rows out of range, which have one word.
-                low = low + np.where(np.isnan(lower), 0.0, lower)
-            if exponent is not None:
-                low = np.ldexp(low, exponent[:, which])
-            total: Array = first + low
+        if lower is not None:
+            # NaN of rows out of range, which have one word.
+            low = low + np.where(np.isnan(lower), 0.0, lower)
+        if exponent is not None:
+            low = np.ldexp(low, exponent[:, which])
+        total: Array = first + low
         lengths = enumerate(self.x.shape)
         return total.reshape([1 if i in self.axis else length for i, length in lengths])
+
+
+# ---- checks ----
+
+
+def check_record(cache: Cache) -> None:
+    """Raise unless each field of a cache, which may have been edited, holds what a forward puts there; gamma, beta apart."""
+    check_rows(cache)
+    norm, where = cache.norm, cache.where
+    if type(norm) is not Norm or len(norm) != len(Norm._fields):
+        msg = f"cache.norm must be the Norm of a forward, got {type(norm).__name__}"
+        raise TypeError(msg)
+    kind: Any = norm.kind
+    if not (isinstance(kind, str) and kind in ("layer", "rms")):
+        msg = f'cache.norm.kind must be "layer" or "rms", got {kind!r:.60}'
+        raise ValueError(msg)
+    if (cache.statistics.mean is None) != (norm.kind == "rms"):
+        msg = f"cache.statistics.mean must be None for RMS norm alone, got kind={norm.kind!r}"
+        raise ValueError(msg)
+    lengths = cache.x.shape
+    is_mask = isinstance(where, np.ndarray) and where.dtype == np.bool_
+    if where is not None and not (is_mask and where.ndim == len(lengths)):
+        msg = f"cache.where must be None or an array of bool with the axes of x, got {where!r:.60}"
+        raise TypeError(msg)
+    if where is not None and any(
+        one not in (1, n) for one, n in zip(where.shape, lengths, strict=True)
+    ):
+        msg = f"cache.where must broadcast to the shape of x, {lengths}, got {where.shape}"
+        raise ValueError(msg)
+
+
+def check_rows(cache: Cache) -> None:
+    """Raise unless x, axis, backend and statistics of a cache have their types and fit one another."""
+    if len(cache) != len(Cache._fields):
+        msg = f"cache must have {len(Cache._fields)} fields, got {len(cache)}"
+        raise ValueError(msg)
+    # Anything may be in it.
+    fields: Any = cache
+    x, _, axis, statistics, backend, _ = fields
+    if not (isinstance(backend, str) and backend in get_args(Backend)):
+        msg = f"cache.backend must be one of {', '.join(get_args(Backend))}, got {backend!r:.60}"
+        raise ValueError(msg)
+    if isinstance(x, np.ndarray) == (backend == "cuda") or not hasattr(x, "dtype"):
+        msg = f"cache.x must be the array that the backend {backend!r} normalized, got {type(x).__name__}"
+        raise TypeError(msg)
+    check_dtype("cache.x", x)
+    is_ints = isinstance(axis, tuple) and all(type(one) is int for one in axis)
+    if not (
+        is_ints and axis and set(axis) <= set(range(x.ndim)) and sorted(set(axis)) == list(axis)
+    ):
+        msg = f"cache.axis must be a tuple of axes of x, each from 0 to {x.ndim - 1} once, got {axis!r:.60}"
+        raise ValueError(msg)
+    if type(statistics) is not Statistics or len(statistics) != len(Statistics._fields):
+        msg = (
+            f"cache.statistics must be the Statistics of a forward, got {type(statistics).__name__}"
+        )
+        raise TypeError(msg)
+    rows = math.prod(length for i, length in enumerate(x.shape) if i not in axis)
+    layer, wide = statistics.mean is not None, x.dtype == np.float64 and backend != "cuda"
+    needed = "rstd" + " mean_lo" * layer + " rstd_lo" * wide + " mean_tail" * (layer and wide)
+    for name, word in zip(Statistics._fields, statistics, strict=True):
+        like = (rows, 2) if name == "exponent" else (rows,)
+        dtype = np.int16 if name == "exponent" else np.float64
+        if word is None and name not in needed.split():
+            continue
+        if getattr(word, "dtype", None) != dtype or (
+            backend != "cuda" and type(word) is not np.ndarray
+        ):
+            msg = f"cache.statistics.{name} must be an array of {dtype.__name__}, got {word!r:.60}"
+            raise TypeError(msg)
+        if word.shape != like:
+            msg = f"cache.statistics.{name} must have shape {like}, got {word.shape}"
+            raise ValueError(msg)
 
 
 def check_eps(eps: Any) -> float:
@@ -193,19 +278,29 @@ def real(name: str, value: Any) -> float:
     except OverflowError:
         return math.inf
     except (TypeError, ValueError):
-        msg = f"{name} must be a real number, got {value!r:.60}"
+        msg = f"{name} must be a real number, got {shorten(repr(value), 60)}"
         raise TypeError(msg) from None
 
 
-def check_count(name: str, value: Any, *, least: int, cure: str = "") -> int:
-    """Return `value` as an int; TypeError if it is none, ValueError if it is less than `least`."""
+def shown(number: int) -> str:
+    """Write an int of any length; Python writes no more than 4300 digits."""
+    return str(number) if abs(number) < 10**20 else f"an int of {number.bit_length()} bits"
+
+
+def check_count(
+    name: str, value: Any, *, least: int, most: int = sys.maxsize, cure: str = ""
+) -> int:
+    """Return `value` as an int; TypeError if it is none, ValueError if it is not from `least` to `most`."""
     cure = cure and f"; {cure}"
     try:
         number = operator.index(value)
     except TypeError:
-        msg = f"{name} must be an int, got {value!r}{cure}"
+        msg = f"{name} must be an int, got {value!r:.60}{cure}"
         raise TypeError(msg) from None
     if number < least:
-        msg = f"{name} must be at least {least}, got {number}{cure}"
+        msg = f"{name} must be at least {least}, got {shown(number)}{cure}"
+        raise ValueError(msg)
+    if number > most:
+        msg = f"{name} must be at most {most}, got {shown(number)}{cure}"
         raise ValueError(msg)
     return number

@@ -7,12 +7,19 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import rich
 
 import stablenorm
-from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
+from stablenorm.cli.parts import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_PIPE,
+    TABLE,
+    InputError,
+    check_outputs,
+)
 from stablenorm.text import printable
 
 # Modules of this folder, in the order of --help. Each has run() and OPTIONS, which maps an option to its
@@ -42,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
+        check_outputs(vars(arguments))
         # Without a terminal, no line is broken.
         width = shutil.get_terminal_size((10_000, 1)).columns
         rich.reconfigure(width=width, record=True)
@@ -54,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(end="", flush=True)
     except OSError as error:
-        # Python flushes stdout once more at exit; on /dev/null that cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return EXIT_PIPE if isinstance(error, BrokenPipeError) else status or _answer(error)
     return status
 
@@ -71,7 +78,7 @@ def _answer(error: BaseException) -> int:
         case KeyboardInterrupt():
             return _say(str(error) or "interrupted", EXIT_INTERRUPTED)
         case MemoryError():
-            return _say(f"x must fit in memory, got: {error}")
+            return _say(str(error) or "memory is exhausted")
         case OSError():
             # A name too long, a full disk behind stdout: the system's reason says it all.
             where = f" ({error.filename})" if error.filename else ""
@@ -85,8 +92,17 @@ def _answer(error: BaseException) -> int:
 
 
 def _say(words: object, status: int = EXIT_BAD_INPUT) -> int:
-    print(f"stablenorm: {printable(str(words))}", file=sys.stderr)
+    # The status counts, even if nobody reads why. One line: a file's name may have line breaks.
+    try:
+        print("stablenorm:", printable(str(words), ""), file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
     return status
+
+
+def _silence(stream: TextIO) -> None:
+    """Redirect a stream that fails: Python flushes it once more at exit, and on /dev/null that cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:

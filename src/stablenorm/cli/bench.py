@@ -24,8 +24,10 @@ exit status: 0 done, 2 the benchmark cannot be run (one line says why).
 
 import argparse
 import itertools
-import math
+import os
 from typing import Any
+
+import numpy as np
 
 from stablenorm import timing
 from stablenorm.backends import choose
@@ -59,12 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     shapes, dtypes = arguments.shape or [[32, 512, 768]], arguments.dtype or ["float32"]
     cases = list(itertools.product(shapes, dtypes))
     for shape, dtype in cases:
+        # NumPy refuses more than 64 axes, and 2^63 bytes.
+        with parts.refusing(ValueError, prefix="--shape: "):
+            like = np.broadcast_to(np.empty((), parse(dtype)), shape)
         # Seven arrays: x, dy, y, dx, a fresh y or dx, and two for drawing.
-        parts.check_memory(7 * math.prod(shape) * parse(dtype).itemsize)
+        parts.check_memory(7 * like.nbytes)
     backends = list(map(choose, arguments.backend or timing.usable_backends()))
     set_num_threads(arguments.threads or get_num_threads())
     threads, kind = get_num_threads(), arguments.kind
-    copy = timing.measure_copy(threads)
+    # More threads than processors copy no faster, and 2^31 of them never begin.
+    copy = timing.measure_copy(min(threads, os.cpu_count() or 1))
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
     rows = list[dict[str, Any]]()

@@ -24,7 +24,7 @@ exit status: 0 done; 2 the file cannot be read, or it holds several arrays and
 import argparse
 
 from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, choose, list_members, read_eps
+from stablenorm.cli.files import choose, list_members, read_eps
 from stablenorm.diagnosis import diagnose, lines_of
 from stablenorm.text import write_whole
 
@@ -43,7 +43,7 @@ OPTIONS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm diagnose` is asked."""
-    path, axis, kind = arguments.file or BUNDLED, arguments.axis, arguments.kind
+    path, axis, kind = arguments.file, arguments.axis, arguments.kind
     members = list_members(path)
     member, eps = choose(members, path, arguments.member), read_eps(members, arguments.eps)
     # The package refuses the user's input in its own words.

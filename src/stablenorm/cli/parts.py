@@ -2,11 +2,12 @@
 
 import argparse
 import importlib.util
+import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import stablenorm
+from stablenorm import memory
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
 from stablenorm.text import plain, printable, to_json, wrapped
 from stablenorm.timing import ROUNDINGS
-from stablenorm.types import check_count, check_eps
 
+# The bundled data: the input of a layer norm of a real model.
+BUNDLED = Path(__file__).parent.parent / "data" / "minilm_layer0_output.npz"
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 3, 130, 141
 
 
@@ -38,44 +41,56 @@ def refusing(*kinds: type[Exception], prefix: str = "", named: bool = False) -> 
         raise
     except kinds as error:
         prefix += f"{type(error).__name__}: " * named
-        raise InputError(prefix + " ".join(str(error).split())) from error
+        raise InputError(prefix + " ".join(str(error).split() or [type(error).__name__])) from error
 
 
 def check_file(path: Path, wanted: str, suffix: str = "") -> None:
     """Refuse a path that is no file (a pipe would never end), or has another suffix."""
     if not path.is_file() or not path.name.lower().endswith(suffix):
-        msg = f"FILE must be {wanted}, got {path}{', which is not there' * (not path.exists())}"
+        kind = "a directory" if path.is_dir() else "a device or a pipe"
+        kind = kind if path.exists() else "which is not there"
+        msg = f"FILE must be {wanted}, got {path}{f', {kind}' * (not path.is_file())}"
         raise InputError(msg)
+
+
+def check_outputs(options: dict[str, Any]) -> None:
+    """Refuse to write over a file that is read, whatever its name there."""
+    path = options.get("file", BUNDLED)
+    inputs = [file for file in (path, *path.glob("*.npy")) if file.exists()]
+    for name in ("out", "html", "json", "plot"):
+        file = options.get(name)
+        if file and file.exists() and any(map(file.samefile, inputs)):
+            msg = f"--{name} must not be the file that is read, got {file}"
+            raise InputError(msg)
 
 
 def check_memory(needed: int) -> None:
     """Refuse bytes that do not fit in memory: the system would end the process, not warn."""
-    # Windows does not tell the size of its memory.
-    with suppress(AttributeError):
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > there:
-            msg = f"{needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
-            raise MemoryError(msg)
+    there = memory.most(unknown=needed)
+    if needed > there:
+        came = f"{-(-needed >> 30)} GiB, of {there >> 30} GiB"
+        msg = f"x and all results must fit in memory, got {came}; take less of x"
+        raise InputError(msg)
 
 
-def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
-    """Return the function that reads a number and has `check` refuse it in its own words."""
+def _number(kind: type, least: float, limit: float = math.inf) -> Callable[[str], Any]:
+    """Return the function that reads a number, ``least <= number < limit``."""
 
     # wraps: argparse names the function in its message if the text is no number.
     @wraps(kind)
     def read(text: str) -> Any:
         value = kind(text)
-        try:
-            return check(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        if not least <= value < limit:
+            msg = f"the number must be at least {least} and less than {limit}, got {value}"
+            raise argparse.ArgumentTypeError(msg)
+        return value
 
     return read
 
 
 def axis(text: str) -> int | None:
-    """Read an axis; None is all of them."""
-    return None if text == "None" else int(text)
+    """Read an axis, NumPy's arrays have at most 64; None is all of them."""
+    return None if text == "None" else _number(int, -64, 64)(text)
 
 
 def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
@@ -101,22 +116,21 @@ def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
     return {"type": check, "metavar": f"FILE{suffixes[0]}"}
 
 
-_COUNT, _SIZE = (_number(int, partial(check_count, "the number", least=n)) for n in (0, 1))
 # Options by name, as argparse takes them; a command adds the help.
 TABLE: dict[str, dict[str, Any]] = {
-    "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
+    "file": {"nargs": "?", "type": Path, "metavar": "FILE", "default": BUNDLED},
     "--class": {"metavar": "NAME", "dest": "class_"},
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
     "--axis": {"nargs": "+", "type": axis, "default": [-1], "metavar": "K"},
-    "--shape": {"nargs": "+", "type": _SIZE, "metavar": "N"},
+    "--shape": {"nargs": "+", "type": _number(int, 1), "metavar": "N"},
     "--dtype": {"choices": DTYPES},
-    "--eps": {"type": _number(float, check_eps)},
+    "--eps": {"type": _number(float, 0)},
     "--gamma-offset": {"type": float, "default": 0.0},
     "--backend": {"choices": tuple(BACKENDS)},
     "--rounding": {"choices": ROUNDINGS, "default": "fast"},
-    "--threads": {"type": _SIZE, "metavar": "N"},
-    "--seed": {"type": _COUNT, "default": 0},
-    "--top": {"type": _COUNT, "default": 10, "metavar": "K"},
+    "--threads": {"type": _number(int, 1, 2**31), "metavar": "N"},
+    "--seed": {"type": _number(int, 0), "default": 0},
+    "--top": {"type": _number(int, 0), "default": 10, "metavar": "K"},
     "--digests": {"action": "store_true"},
     "--out": _new_file("--out", ".npz"),
     "--html": _new_file("--html", ".html", ".htm"),

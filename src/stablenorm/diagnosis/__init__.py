@@ -6,6 +6,7 @@ Its result, a `Diagnosis`, is shown as sentences, text, plain data, or a picture
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress
@@ -272,7 +273,7 @@ def _measure(rows: Array, eps: float, kind: str) -> PerRow:
     step = max(1, BLOCK // rows.shape[1])
     # Without rows, one empty block.
     blocks = (rows[start : start + step] for start in range(0, max(1, len(rows)), step))
-    with ThreadPoolExecutor(get_num_threads()) as pool:
+    with ThreadPoolExecutor(min(get_num_threads(), os.cpu_count() or 1)) as pool:
         # An interrupt ends the call soon: the blocks that have not begun are cancelled.
         parts = pool.map(lambda block: measure_rows(block, eps, kind), blocks)
         return PerRow(*(np.concatenate(field, axis=-1) for field in zip(*parts, strict=True)))

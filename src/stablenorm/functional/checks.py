@@ -9,9 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from stablenorm.arrays import is_lazy_cache, normalized_shape, refuse_others, show_axes
+from stablenorm.arrays import (
+    is_lazy_cache,
+    normalized_shape,
+    refuse_others,
+    show_axes,
+    shown_axis,
+)  # fmt: skip
+from stablenorm.backends import arrays_of
 from stablenorm.functional.layout import Lead, lead_of
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape, check_eps, real
+from stablenorm.types import (
+    NAMES,
+    Array,
+    Cache,
+    Gradients,
+    Norm,
+    Shape,
+    check_eps,
+    check_record,
+    real,
+)  # fmt: skip
 
 
 def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
@@ -69,8 +86,8 @@ def of_shape(
     return array
 
 
-def check_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> None:
-    """Raise unless `cache`, the argument of `operation`, is a cache of this kind of norm."""
+def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> Any:
+    """Return `cache`, the argument of `operation`; raise unless it is one of this kind of norm, and whole."""
     forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{operation}"
     if not isinstance(cache, Cache) and not is_lazy_cache(cache):
         first = "dy" if operation == "backward" else "..."
@@ -81,9 +98,14 @@ def check_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> 
             cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
         msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)
+    if not is_lazy_cache(cache):
+        check_record(cache)
+        norm = checked_norm(arrays_of(cache.backend).convert, cache.norm, cache.x.shape, cache.axis)
+        cache = cache._replace(norm=norm)
     if cache.norm.kind != kind:
         msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{operation}"
         raise ValueError(msg)
+    return cache
 
 
 def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[Any]]:
@@ -97,12 +119,12 @@ def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[A
     except TypeError:
         msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
         raise TypeError(msg) from None
-    except ValueError:
+    except (ValueError, OverflowError):
         summed = axes
     if set(summed) & set(axes):
         msg = (
             f"sum_axes must name axes of x, which has {x.ndim} dimensions, each once, but not what "
-            f"is normalized, axis {show_axes(axes)}; got {sum_axes}"
+            f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
         )
         raise ValueError(msg)
     others = [axis for axis in range(x.ndim) if axis not in axes]

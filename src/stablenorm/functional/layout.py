@@ -43,7 +43,8 @@ class Layout(NamedTuple):
         # A memmap becomes a plain view.
         moved = np.asarray(array).transpose(self.order)
         if len(self.last) == moved.ndim:
-            moved = moved[np.newaxis]
+            # NumPy has no more than 64 axes; of so many, one has length 1.
+            moved = (moved if moved.ndim < 64 else moved.squeeze(moved.shape.index(1)))[np.newaxis]
         # A mask stays as it is: it may have length 1 along the normalized axes.
         if moved.dtype == np.bool_:
             return moved
@@ -97,7 +98,8 @@ class Layout(NamedTuple):
 def layout_of(shape: Shape, axes: Shape, *leads: Lead) -> Layout:
     """Return the layout of an x whose `axes` are normalized, cut where one of `leads` is not 1."""
     others = [axis for axis in range(len(shape)) if axis not in axes]
-    lead = np.broadcast_shapes((1,) * len(others), *leads)
+    # numpy.broadcast_shapes takes no more than 32 axes.
+    lead = tuple(max(lengths) for lengths in zip((1,) * len(others), *leads, strict=True))
     cut = [axis for axis, length in zip(others, lead, strict=True) if length != 1]
     rest = [axis for axis in others if axis not in cut]
     leading, last = (tuple(shape[axis] for axis in part) for part in ((*cut, *rest), axes))

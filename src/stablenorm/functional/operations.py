@@ -11,6 +11,7 @@ import numpy as np
 from stablenorm.arrays import convert, empty_like, is_lazy_cache, normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, plain, run
 from stablenorm.call import Backward, DoubleBackward, Forward, Jvp
+from stablenorm.control import with_default_control
 from stablenorm.functional import checks
 from stablenorm.functional.layout import Lead, lead_of
 from stablenorm.functional.plain import BLOCK, run_plain
@@ -23,12 +24,23 @@ def forward(
     residual: Any, where: Any, threads: int | None = None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Return y and the cache, None without `keep`; then y may overwrite x."""
+    # Any backend needs the kernels loaded: they set the control word.
+    kernels = plain("forward")
     if backend is None or backend == "native":
-        done: tuple[Array, Any] | None = plain("forward")(
+        done: tuple[Array, Any] | None = kernels(
             x, norm, axis, out, backend, keep, residual, where, threads
         ) or _reworded(x, norm, axis, out, keep, residual, where, threads)
         if done is not None:
             return done
+    return _forward(x, norm, axis, out, backend, keep, residual, where, threads)
+
+
+@with_default_control
+def _forward(
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool,
+    residual: Any, where: Any, threads: int | None,
+) -> tuple[Array, Any]:  # fmt: skip
+    """Check a forward, make it plain, and hand it to a backend."""
     name = choose(backend, on_cuda_device(x))
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
@@ -96,7 +108,16 @@ def backward(
     )
     if gradients is not None:
         return gradients
-    checks.check_cache(cache, dy, kind)
+    return _backward(dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate)
+
+
+@with_default_control
+def _backward(
+    dy: Any, cache: Cache, kind: str, wrt: Any, out: Any,
+    dsum: Any, sum_axes: Any, dmean: Any, drstd: Any, accumulate: bool,
+) -> Gradients:  # fmt: skip
+    """Check a backward, make it plain, and hand it to a backend."""
+    cache = checks.checked_cache(cache, dy, kind)
     x, norm, axes, statistics, name, where = cache
     arrays, accumulate = arrays_of(name), bool(accumulate)
     of_statistics = {"dmean": dmean, "drstd": drstd}
@@ -125,6 +146,7 @@ def backward(
     return gradients
 
 
+@with_default_control
 def run_passes(backend: str, call: Backward, axes: Shape, lead: Lead | None = None) -> None:
     """Do a backward: one pass for gradients of the same lead. The last pass writes dx, which may overwrite dy."""
     if not call.x.size:
@@ -151,6 +173,7 @@ def run_passes(backend: str, call: Backward, axes: Shape, lead: Lead | None = No
 # ---- forward mode and second order ----
 
 
+@with_default_control
 def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
@@ -161,6 +184,7 @@ def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     return ty
 
 
+@with_default_control
 def double_backward(
     kind: str, ddx: Any, dy: Any, cache: Cache, ddgamma: Any, ddbeta: Any
 ) -> tuple[Array, Array, Array | None]:
@@ -181,7 +205,7 @@ def _checked(
     """Return arguments like x, those like gamma and beta, and the mask in the shape of x."""
     if is_lazy_cache(cache):
         checks.check_combinations((operation, checks.DASK))
-    checks.check_cache(cache, None, kind, operation)
+    cache = checks.checked_cache(cache, None, kind, operation)
     features = checks.features_of(cache.norm, cache.axis, cache.backend)
     checks.check_combinations((operation, *features))
     checked: list[Any] = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]

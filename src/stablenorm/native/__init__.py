@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm import memory
-from stablenorm.call import Backward, Forward, sample
+from stablenorm import control, memory, reference
+from stablenorm.call import SUMS, Backward, Forward, of_rows, sample
+from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
 from stablenorm.reference.doubledouble import PARTIAL, merged
 from stablenorm.threads import get_num_threads
@@ -127,8 +128,79 @@ def _finish_backward(
         uncertified.write_dx(call, np.flatnonzero(marks))
 
 
+# ---- calls that overflowed: an infinity may be the rounding errors of huge terms that cancel ----
+
+
+def _nearest(norm: Norm, samples: int) -> Norm:
+    """Return a norm with rounding to nearest, gamma and beta of the shape of rows."""
+    shape = (-1,) if samples == 1 else (samples, -1)
+    gamma, beta = (None if v is None else v.reshape(shape) for v in norm[:2])
+    return norm._replace(gamma=gamma, beta=beta, rounding="nearest")
+
+
+def _repeat_forward(x: Array, y: Array, norm: Norm, samples: int) -> None:
+    """Compute rows whose y is not finite again, with rounding to nearest."""
+    of_x, of_y = (v.reshape(-1, v.shape[-1]) for v in (x, y))
+    whole = Forward(of_x, _nearest(norm, samples), of_y, keep=False, samples=samples)
+    for i in range(samples):
+        one = sample(whole, i)
+        rows = np.flatnonzero(reference.lost(one.y, one.x))
+        few = of_rows(one, rows)
+        if rows.size and forward(few) is NotImplemented:
+            reference.forward(few)
+        one.y[rows] = few.y
+
+
+def _repeat_backward(
+    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None,
+    marks: Array | None, accumulate: bool, samples: int,
+) -> None:  # fmt: skip
+    """
+    Compute rows of dx and columns of sums that are not finite again, with rounding to nearest.
+
+    Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay, as those do that were added.
+    """
+    n = x.shape[-1]
+    like_x: Any = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
+    of_dy, of_x, of_dx, of_dsum = like_x
+    none = Statistics(None, None, np.zeros(len(of_x)))
+    whole = Backward(
+        of_dy, of_x, _nearest(norm, samples), none, of_dx, dsum=of_dsum, samples=samples
+    )
+    if marks is None and not accumulate:
+        shape = (n,) if samples == 1 else (samples, n)
+        dgamma, dbeta = (v if v is None else v.reshape(shape) for v in out[1:])
+        whole = whole._replace(dgamma=dgamma, dbeta=dbeta)
+    for i in range(samples):
+        one = sample(whole, i)
+        if one.dx is not None:
+            marked = None if marks is None else marks.reshape(samples, -1)[i]
+            lost = reference.lost(one.dx, one.x, one.dy) if marked is None else marked
+            few = of_rows(one, rows := np.flatnonzero(lost))._replace(dgamma=None, dbeta=None)
+            _differentiate(few)
+            one.dx[rows] = few.dx
+        for name in SUMS:
+            total = getattr(one, name)
+            if total is not None and total.dtype != PARTIAL and not np.isfinite(total).all():
+                alone = {"dx": None, "dgamma": None, "dbeta": None, name: np.empty_like(total)}
+                _differentiate(again := one._replace(**alone))
+                np.copyto(total, getattr(again, name), where=~np.isfinite(total))
+
+
+def _differentiate(call: Backward) -> None:
+    """Do a backward from a forward of its own."""
+    if call.x.size:
+        once = Forward(call.x, call.norm, np.empty_like(call.x))
+        done = forward(once)
+        statistics = reference.forward(once) if done is NotImplemented else done
+        if backward(call := call._replace(statistics=statistics)) is NotImplemented:
+            reference.backward(call)
+
+
 _core.prepare(
     Norm, Cache, Statistics, Gradients, get_num_threads, _finish_forward, _finish_backward,
-    memory.default_limit,
+    _repeat_forward, _repeat_backward, memory.default_limit,
+    *(form.dtype.type for form in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)),
 )  # fmt: skip
 memory.use(_core)
+control.use(_core)

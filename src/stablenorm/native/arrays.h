@@ -18,22 +18,16 @@
 
 namespace {
 
-int bfloat16 = -1;
+// The scalar types of the four dtypes, in the order of `Type`. New dtypes of others share type numbers; these share nothing.
+PyObject* scalar_types[4];
 
 bool is_given(PyObject* object) { return object != Py_None; }
 
 bool type_of(PyArrayObject* a, Type& type) {
-    int number = PyArray_TYPE(a);
-    if (number == NPY_FLOAT) return type = F32, true;
-    if (number == NPY_HALF) return type = F16, true;
-    if (number == NPY_DOUBLE) return type = F64, true;
-    if (number == bfloat16) return type = BF16, true;
-    if (number == NPY_VOID && PyArray_ITEMSIZE(a) == BYTES[PARTIAL]) return type = PARTIAL, true;
-    if (number < NPY_USERDEF) return false;
-    PyObject* name = PyObject_GetAttrString((PyObject*)PyArray_DESCR(a), "name");
-    bool same = name && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0;
-    Py_XDECREF(name), PyErr_Clear();
-    return same && (bfloat16 = number, type = BF16, true);
+    for (Type known : {F32, BF16, F16, F64})
+        if ((PyObject*)PyArray_DESCR(a)->typeobj == scalar_types[known]) return type = known, true;
+    if (PyArray_TYPE(a) == NPY_VOID && PyArray_ITEMSIZE(a) == BYTES[PARTIAL]) return type = PARTIAL, true;
+    return false;
 }
 
 // True for an array of NumPy's own class with elements, of floats in this machine's byte order.
@@ -84,7 +78,7 @@ bool are_apart(PyArrayObject* a, PyObject* other) {
 bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
     if (!PyArray_CheckExact(out) || !is_given(like)) return false;
     PyArrayObject *a = (PyArrayObject*)out, *b = (PyArrayObject*)like;
-    bool fits = PyArray_TYPE(a) == PyArray_TYPE(b) && PyArray_SAMESHAPE(a, b) && PyArray_ISWRITEABLE(a);
+    bool fits = PyArray_DESCR(a)->typeobj == PyArray_DESCR(b)->typeobj && PyArray_SAMESHAPE(a, b) && PyArray_ISWRITEABLE(a);
     for (PyObject* other : others) fits = fits && are_apart(a, other);
     return fits;
 }

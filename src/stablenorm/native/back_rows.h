@@ -12,7 +12,7 @@ constexpr int LANES_BACK = 4;
 // m: of four elements of g, the one of smallest magnitude.
 template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n) {
     Index s = n < 4 ? 0 : n / 4;
-    T sample[4] = {dy[0], dy[s], dy[2 * s], dy[3 * s]};
+    T sample[4] = {read<T>(dy), read<T>(dy + s), read<T>(dy + 2 * s), read<T>(dy + 3 * s)};
     double g[4];
     write(g, load<4, AT_MOST_FOUR>(sample));
     for (int i = 0; i < 4; i++) g[i] *= gamma[i * s];
@@ -41,9 +41,6 @@ template <class T> constexpr bool KEPT = sizeof(T) == 2;
 struct Sums {
     double *dgamma, *dbeta, *dy_squares, *xhat_squares;
 };
-
-// Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.
-template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
 
 // Rows at a time: two fill 16 registers, four 32.
 template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 2;
@@ -139,6 +136,8 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     // v is dx less the bound: if v and v + 2 bound round alike, it is dx rounded. `beside_midpoints` moves v off midpoints.
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index count) INLINE_LAMBDA {
+        // Pass 1 leaves nothing behind a row; what is there must not overflow.
+        if (KEPT<T> && count < L) return row(first(load<L>(of.centered + j), count), first(load<L>(of.g + j), count));
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
         else return row(load<L>(dy + j, count), load<L>(x + j, count), load<L>(gamma + j));
     };

@@ -13,6 +13,17 @@ constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
 // time, since they stay in the first-level cache.
 constexpr Index GROUP = 8, COLUMNS = 512;
 
+// Longest rows for which pass 1 of the next group runs before pass 2 of this one, so that its roots and divisions overlap with
+// stores. Longer rows would evict one another: n = 16384 once ran at 0.63 of its speed; on a newer Intel Xeon at 0.97 to 1.05.
+// KEPT rows (back_rows.h) need more room. Rows in pairs longer than EARLY are done one by one.
+constexpr Index EARLY = 4096, EARLY_KEPT = 256;
+
+// Longer rows are done one by one with rounding to nearest: four would fill 256 MiB of scratch memory.
+constexpr Index LONG = 1 << 20;
+
+// Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.
+template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
+
 enum Type { F32, BF16, F16, F64, PARTIAL };
 constexpr Index BYTES[] = {4, 2, 2, 8, 24};
 constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // above any number / its last bit
@@ -25,11 +36,11 @@ struct Rows {
 };
 inline char* row_of(const Rows& a, Index i) { return a.data + i * a.stride; }
 
-// Length of a scratch vector, in float64: whole cache lines, and no multiple of 4096 bytes, at which loads would wait for
-// unrelated stores.
+// Length of a scratch vector, in float64: whole cache lines, and not just beyond a multiple of 4096 bytes, at which loads would
+// wait for stores to the vector before. (2, 64, 4096) backward: 128 bytes beyond one, 1.08 of the time.
 inline Index padded(Index n) {
     Index lines = (n + 15) / 16 * 16 + 16;
-    return lines + (lines % 512 == 0 ? 16 : 0);
+    return lines + (lines % 512 < 64 ? 64 : 0);
 }
 
 // Hands out pieces of memory; without memory, counts the float64 that are needed.
@@ -61,6 +72,9 @@ struct Call {
     // in_pairs: in double-double. nearest: every result is the exact one, rounded. accumulate: the sums over rows are added to
     // what is there.
     bool rms = false, backward = false, in_pairs = false, nearest = false, accumulate = false;
+    // over: results take the place of x or dy, which cannot be read again. A backward marks rows that overflow, and leaves their
+    // dy as it is.
+    bool over = false;
 
     // The statistics, one float64 a row. in_pairs adds low parts and tails, nearest a spread >= rms(xhat); either needs marks.
     double *mean = nullptr, *mean_lo = nullptr, *rstd = nullptr;
@@ -85,18 +99,24 @@ struct Call {
     double *sums = nullptr, *ranges = nullptr;
     double* own = nullptr;
     Index own_size = 0;  // float64 of one thread
+    Index scratch_bytes = 0;
+    // Set where arithmetic overflows: an infinite result of finite input may be the rounding errors of huge terms.
+    bool* overflowed = nullptr;
 
     bool summing() const { return sums_out[0] || sums_out[1]; }
     Index padded_n() const { return padded(n); }
-    // Whether some rows may be done in pairs.
+    // Whether some rows may be done in pairs, and how many together.
     bool pairs() const { return in_pairs || nearest; }
+    Index step_in_pairs() const { return n <= EARLY ? step : 1; }
+    // Words of a sum: a tile of one part has no low one.
+    Index words() const { return pairs() || tile_rows > PART_OF<false> ? 2 : 1; }
     // Vectors: dgamma, its low part, dbeta, its low part. Nearest adds two that bound their errors: sizes in pairs, the
     // squares of dy and xhat in float64.
-    Index sums_per_tile() const { return (nearest ? 6 : 4) * padded_n(); }
+    Index sums_per_tile() const { return (nearest ? 6 : 2 * words()) * padded_n(); }
 
     void lay_out_parameters(Arena& arena) {
         Index p = padded_n();
-        wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(p);
+        wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(backward ? 0 : p);
         sizes = nearest && !backward ? arena.take(p) : nullptr;
     }
     void lay_out_sums(Arena& arena) {
@@ -106,22 +126,35 @@ struct Call {
 
 // Scratch memory of one thread.
 struct Own {
-    double *x[2], *dy[2];       // rows that are lifted, for this group and the next
     double *addend;             // a row that is added
     double *part;               // the sums of some rows
-    double *zeros;              // a row of zeros, in the place of a hard row
-    double *xhat;               // pairs, for each row of a group
-    double *kept;               // x - mean and g - m of types of 16 bits, for this group and the next
     double *high, *low, *size;  // a row of results; in float64, `low` and `size` hold columns that are uncertified
+    // The float64 arithmetic. x - mean and g - m of types of 16 bits, for this group and the next; a row of zeros, in the place
+    // of a hard row.
+    double *kept, *zeros;
+    // Pairs, mostly afterwards, in the same memory: rows that are lifted, for this group and the next; xhat for each row of a group.
+    double *x[2] = {}, *dy[2] = {}, *xhat;
 
     Own(const Call& c, Arena& arena) {
-        Index p = c.padded_n(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
-        for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
-        addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? (c.nearest ? 6 : 4) * p : 0);
-        zeros = arena.take(c.backward && c.nearest && !c.in_pairs ? p : 0);
+        Index p = c.padded_n();
+        bool narrow = c.backward && !c.in_pairs;
+        addend = arena.take(c.plus.data ? p : 0);
+        part = arena.take(!narrow ? 0 : !c.summing() ? 4 * p : c.tile_rows > PART_OF<true> ? 2 * p : 0);
+        bool staged = c.staged || c.nearest, adds = c.source.data;
+        high = arena.take(staged || adds || c.in_pairs ? p : 0);
+        low = arena.take(staged || adds || c.over ? p : 0), size = arena.take(staged ? p : 0);
+        Index start = arena.used;
+        Index sets = c.n <= EARLY_KEPT ? 2 : 1, rows = !c.nearest ? 2 : c.n <= LONG ? 4 : 1;
+        kept = arena.take(narrow && BYTES[c.x.type] == 2 ? sets * rows * 2 * p : 0);
+        zeros = arena.take(narrow && c.nearest ? p : 0);
+        Index stop = arena.used;
+        arena.used = start;
+        bool lifts = c.pairs() || (c.backward && c.dy.type != c.x.type);
+        sets = c.n <= EARLY ? 2 : 1, rows = c.pairs() ? c.step_in_pairs() : 2;
+        Index of_x = lifts && c.x.type != F64 ? p * rows : 0, of_dy = lifts && c.backward && c.dy.type != F64 ? p * rows : 0;
+        for (int i = 0; i < sets; i++) x[i] = arena.take(of_x), dy[i] = arena.take(of_dy);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
-        kept = arena.take(c.backward && !c.in_pairs && BYTES[c.x.type] == 2 ? 16 * p : 0);
-        high = arena.take(p), low = arena.take(p), size = arena.take(p);
+        arena.used = arena.used > stop ? arena.used : stop;
     }
 };
 

@@ -62,6 +62,9 @@ inline bool prepare(const Call& c) {
     // float64 holds the products of float64 parameters and narrower data unless they are huge.
     if (!c.pairs()) {
         bool moderate = c.gamma_type != F64 || is_within(gamma, c.n, 0);
+        // |xhat| is at most sqrt(n): y stays below the largest number of its type.
+        double largest = c.y.type == F16 ? 0x1p15 : 0x1p127, most = std::sqrt((double)c.n);
+        for (Index j = 0; c.over && !c.backward && j < c.n; j++) moderate = moderate && most * magnitude(gamma[j]) + magnitude(beta[j]) < largest;
         return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
     }
     // Finite numbers of narrow types are in range.
@@ -81,14 +84,13 @@ struct ColumnSums {
 constexpr double ZEROS[COLUMNS + 16] = {};
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, ColumnSums& of) {
-    Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4;
-    // A tile of one part has low parts of 0.
-    bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
+    Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4, place = which * c.words() * p;
+    bool deep = c.words() == 2;
     Type type = c.sums_type[which];
     bool carries = !c.nearest && (type == PARTIAL || c.accumulate);
     if (c.tiles == 1 && !carries) {
         double* sums = c.sums + start;
-        of.high = sums + 2 * which * p, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
+        of.high = sums + place, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
         return;
     }
     memset(of.room, 0, sizeof of.room);
@@ -99,8 +101,8 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Column
     for (Index j = 0; carries && type == PARTIAL && j < count; j++) high[j] = ((double*)old)[3 * j], low[j] = ((double*)old)[3 * j + 1];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
-        merge_columns(sums + 2 * which * p, high, low, count);
-        if (deep) merge_columns(sums + (2 * which + 1) * p, high, low, count);
+        merge_columns(sums + place, high, low, count);
+        if (deep) merge_columns(sums + place + p, high, low, count);
         for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[sizes * p + j], of.other[j] += sums[5 * p + j];
     }
 }
@@ -156,8 +158,8 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
             Index rows = at_most(c.rows - top, TOGETHER);
             for (Index i = 0; i < rows; i++) {
                 const T *dy = (T*)row_of(c.dy, top + i) + start, *x = (T*)row_of(c.x, top + i) + start;
-                for (Index k = 0; k < count; k++) gathered[0][i][k] = dy[columns[k]];
-                for (Index k = 0; which == 0 && k < count; k++) gathered[1][i][k] = x[columns[k]];
+                for (Index k = 0; k < count; k++) gathered[0][i][k] = read<T>(dy + columns[k]);
+                for (Index k = 0; which == 0 && k < count; k++) gathered[1][i][k] = read<T>(x + columns[k]);
             }
             for (Index i = 0; i < rows; i++) {
                 N d = load<8>(gathered[0][i]), v = load<8>(gathered[1][i]);
@@ -205,7 +207,7 @@ template <class To> void finish_uncertified(const Call& c, int which, Index star
             for (Index k = 0; k < together; k++) {
                 Index column = columns[first + k];
                 bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
-                if (certain) out[column] = results[k], uncertified[column] = 0;
+                if (certain) write(out + column, results[k]), uncertified[column] = 0;
                 else columns[rest++] = column;
             }
         }

@@ -152,7 +152,7 @@ NOINLINE bool round_pairs(T* out, const double* high, const double* low, const d
 // Adds a row to results in pairs. Writes one NaN for all, and 0 as the low part of an infinite sum.
 NOINLINE inline void add_row(const double* plus, double* high, double* low, Index n) {
     for (Index j = 0; j < n; j++) {
-        Pair<double> sum = two_sum(high[j], plus[j]);
+        Pair<double> sum = two_sum(high[j], number(plus + j));
         high[j] = sum.high == sum.high ? sum.high : __builtin_nan("");
         low[j] = magnitude(sum.high) < __builtin_inf() ? low[j] + sum.low : 0;
     }
@@ -167,14 +167,14 @@ template <bool ODD = false, class A, class B, class T> NOINLINE void store_sums(
     });
 }
 
-// Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes row i; returns whether one is
+// Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes it to `place`; returns whether one is
 // uncertified.
-NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
+NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, char* place, double bound) {
     bool adds = c.backward && c.plus.data;
     if (adds && c.in_pairs) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, own.low, c.n);
     return of_type(c.y.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
-        T* to = (T*)row_of(c.y, i);
+        T* to = (T*)place;
         if (c.in_pairs) return round_pairs(to, own.high, own.low, c.nearest ? own.size : nullptr, bound, c.n);
         if (!adds) convert(own.high, to, c.n);
         else if (c.plus.type == c.y.type) store_sums(own.high, (const T*)row_of(c.plus, i), to, c.n);

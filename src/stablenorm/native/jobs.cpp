@@ -66,20 +66,29 @@ Call sample_of(const Call& all, Index sample, double* room) {
 
 Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
 
-void tile_work(void* data, Index number, int thread) { kernels->do_tile(*(const Call*)data, number, thread); }
+void note_overflow(const Call& c) {
+    if (pool::has_overflowed()) __atomic_store_n(c.overflowed, true, __ATOMIC_RELAXED);
+}
+
+void tile_work(void* data, Index number, int thread) {
+    const Call& c = *(const Call*)data;
+    kernels->do_tile(c, number, thread);
+    note_overflow(c);
+}
 
 void finish_work(void* data, Index part, int) {
     const Call& c = *(const Call*)data;
     Index which = part % 2, start = part / 2 * COLUMNS;
     bool unsummed = c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows);
     if (c.sums_out[which]) kernels->finish(c, (int)which, start, std::min(start + COLUMNS, c.n), unsummed);
+    note_overflow(c);
 }
 
 // A sample of one tile, from its parameters to its sums.
 void sample_work(void* data, Index sample, int thread) {
     const Call& all = *(const Call*)data;
     Call c = sample_of(all, sample, all.own + all.own_size * thread);
-    kernels->prepare(c), kernels->do_tile(c, 0, thread);
+    kernels->prepare(c), tile_work(&c, 0, thread);
     for (Index part = 0, parts = finish_parts(c); part < parts; part++) finish_work(&c, part, thread);
 }
 
@@ -92,7 +101,10 @@ bool take_scratch(Call& c, int threads, double*& memory) {
     c.lay_out_parameters(shared), c.lay_out_sums(shared);
     if (by_samples(c)) c.lay_out_parameters(own), c.lay_out_sums(own);
     (void)Own(c, own);
-    memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
+    // No more threads than parts have work.
+    Index parts = std::min<Index>(threads, by_samples(c) ? c.samples : c.tiles);
+    c.scratch_bytes = (shared.used + own.used * parts) * (Index)sizeof(double);
+    memory = (double*)memory::take((size_t)c.scratch_bytes);
     if (!memory) return false;
     Arena real{memory, 0};
     c.lay_out_parameters(real), c.lay_out_sums(real);
@@ -158,6 +170,7 @@ void plan(Call& c) {
     // Non-temporal stores end with a fence, which takes as long as a small sample.
     c.past = aligned && bytes >= PAST_CACHES && c.rows * row_bytes >= LEAST_SAMPLE, c.ahead = bytes >= OWN_CACHE;
     c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);
+    if (c.in_pairs) c.step = c.step_in_pairs();
 }
 
 State run(Call& c, int threads) {
@@ -165,7 +178,9 @@ State run(Call& c, int threads) {
     threads = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)std::min<Index>(threads, pool::MOST);
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     pool::DefaultControl control;
-    State state = run_samples(c, threads) ? DONE : DECLINED;
+    bool overflowed = false;
+    c.overflowed = &overflowed;
+    State state = !run_samples(c, threads) ? DECLINED : overflowed && !c.pairs() ? OVERFLOWED : DONE;
     memory::give(scratch);
     return state;
 }

@@ -127,8 +127,12 @@ INLINE H16 certain_bits(F8 a, F8 b, const bf16*) { return high_halves((U8)a + 0x
 INLINE H16 certain_bits(F8 a, F8 b, const f16* p) { return half_bits(a, b, p); }
 
 // Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, which one value in 2**16 becomes, and at
-// bfloat16's NaNs. Midpoints of float16 and of its subnormals end in twelve zeros.
-INLINE bool may_round_twice(F8 a, F8 b, const bf16*) { return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a, b)); }
+// bfloat16's NaNs. Midpoints of float16 and of its subnormals end in twelve zeros. Integers round bfloat16, which sets no flag:
+// the product overflows where bfloat16 does, from 0x1.ffp127 on.
+INLINE bool may_round_twice(F8 a, F8 b, const bf16*) {
+    constexpr f32 overflows = 0x1.008040p0f;
+    return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a * overflows, b * overflows));
+}
 INLINE bool may_round_twice(F8 a, F8 b, const f16*) { return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0)); }
 template <class T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;

@@ -1,5 +1,6 @@
 // Keeps idle blocks in the order in which they came back. Capacities are 4, 5, 6 or 7 times a power of two: the next result of
-// about that size finds a block, at most a quarter too large, in pages that nobody touches.
+// about that size finds a block, at most a quarter too large, in pages that nobody touches. Beyond HUGE they are 32 to 63
+// times one, since some systems limit addresses.
 #include "memory.h"
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace memory {
 namespace {
 
 // Smaller blocks are recycled by malloc.
-constexpr size_t LEAST = 1 << 18, PAGE = 4096, LINE = 64;
+constexpr size_t LEAST = 1 << 18, PAGE = 4096, LINE = 64, HUGE = 1 << 26;
 // Blocks for the results and caches of a few layers; a longer list would take longer to search.
 constexpr int BLOCKS = 64;
 
@@ -37,7 +38,7 @@ Block& block_of(void* memory) { return ((Block*)memory)[-1]; }
 
 size_t capacity_of(size_t bytes) {
     size_t part = LINE;
-    while (part * 7 < bytes) part *= 2;
+    while (part * (bytes < HUGE ? 7 : 63) < bytes) part *= 2;
     return (bytes + part - 1) / part * part;
 }
 
@@ -65,6 +66,7 @@ void release(size_t most) {
 
 void* take(size_t bytes) {
     static size_t start;
+    if (bytes > PTRDIFF_MAX) return nullptr;
     Block block{nullptr, capacity_of(bytes)};
     bool large = block.capacity >= LEAST;
     if (large) block = find(block.capacity);

@@ -10,12 +10,12 @@ constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
 
 // ---- objects that Python hands over once ----
 
-enum { NORM, CACHE, STATISTICS, GRADIENTS, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, OBJECTS };
+enum { NORM, CACHE, STATISTICS, GRADIENTS, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, REPEAT_FORWARD, REPEAT_BACKWARD, DEFAULT_LIMIT, SCALAR_TYPES, OBJECTS = SCALAR_TYPES + 4 };
 PyObject* python_objects[OBJECTS];
 
 // The fields of Python's named tuples, in their order.
 struct of_norm {
-    enum { gamma, beta, eps, kind, gamma_offset, rounding };
+    enum { gamma, beta, eps, kind, gamma_offset, rounding, fields };
 };
 struct of_cache {
     enum { x, norm, axis, statistics, backend, where, fields };
@@ -29,6 +29,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != OBJECTS) return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", OBJECTS, count);
     for (int i = 0; i < OBJECTS; i++) python_objects[i] = Py_NewRef(args[i]);
     default_limit = Py_NewRef(args[DEFAULT_LIMIT]);
+    for (int i = 0; i < 4; i++) scalar_types[i] = python_objects[SCALAR_TYPES + i];
     return Py_NewRef(Py_None);
 }
 
@@ -48,7 +49,14 @@ struct Owned {
 };
 
 PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
-bool is_a(PyObject* object, int type) { return Py_TYPE(object) == (PyTypeObject*)python_objects[type]; }
+// Whether an object is one of Python's named tuples, of its length: a user may build any.
+bool is_record(PyObject* object, int type, Py_ssize_t fields) {
+    return Py_TYPE(object) == (PyTypeObject*)python_objects[type] && PyTuple_Size(object) == fields;
+}
+bool is_number(PyObject* object, long number) {
+    int overflow;
+    return PyLong_CheckExact(object) && PyLong_AsLongAndOverflow(object, &overflow) == number && !overflow;
+}
 bool is_word(PyObject* object, const char* word) {
     return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
 }
@@ -80,7 +88,7 @@ bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& typ
 }
 
 bool see_norm(PyObject* of, Call& c) {
-    if (!is_a(of, NORM)) return false;
+    if (!is_record(of, NORM, of_norm::fields)) return false;
     PyObject *eps = field(of, of_norm::eps), *offset = field(of, of_norm::gamma_offset);
     if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset)) return false;
     c.eps = PyFloat_AsDouble(eps), c.gamma_offset = PyFloat_AsDouble(offset), c.rms = is_word(field(of, of_norm::kind), "rms");
@@ -113,23 +121,34 @@ Words words_of(Call& c) {
             layer && wide ? &c.mean_tail : nullptr, c.nearest ? &c.spread : nullptr};
 }
 
-// Runs a call; true if all is done but marked rows and uncertified columns, false if nothing is.
-bool run(Call& c, PyObject* threads) {
+// Runs a call. It is done but for marked rows and uncertified columns, or OVERFLOWED, or nothing is written.
+jobs::State run(Call& c, PyObject* threads) {
     Index elements = c.samples * c.rows * c.n;
     int count = 1;
     if (elements >= WORTH_SHARING) {
         Owned own;
         PyObject* number = is_given(threads) ? threads : own(PyObject_CallNoArgs(python_objects[GET_NUM_THREADS]));
-        count = number ? (int)PyLong_AsLong(number) : 1;
-        if (PyErr_Occurred()) return false;
+        int overflow = 0;
+        long long asked = number ? PyLong_AsLongLongAndOverflow(number, &overflow) : 1;
+        if (PyErr_Occurred()) return jobs::DECLINED;
+        count = overflow > 0 || asked > pool::MOST ? pool::MOST : asked < 1 ? 1 : (int)asked;
     }
     PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
     without_gil = state;
     jobs::State ended = jobs::run(c, count);
     if (state) PyEval_RestoreThread(state);
     without_gil = false;
-    if (ended == jobs::NO_MEMORY) PyErr_NoMemory();
-    return ended == jobs::DONE;
+    if (ended == jobs::NO_MEMORY)
+        PyErr_Format(PyExc_MemoryError, "%zd bytes of scratch memory are needed for rows of %zd elements, and could not be had", c.scratch_bytes, c.n);
+    return ended;
+}
+bool is_done(jobs::State state) { return state == jobs::DONE || state == jobs::OVERFLOWED; }
+
+// Calls a function of native/__init__.py that finishes a call.
+template <class... Of> bool finish(int function, const char* format, Of... of) {
+    pool::DefaultControl control;
+    Owned own;
+    return own(PyObject_CallFunction(python_objects[function], format, of...));
 }
 
 // ---- forward ----
@@ -150,7 +169,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     enum { X, OF_NORM, AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, TOTAL, SAMPLES, ALL };
     if (count != ALL && count != TOTAL) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", TOTAL, ALL, count);
     Call c;
-    bool is_more = count == ALL, keep = args[KEEP] == Py_True, is_last = PyLong_CheckExact(args[AXIS]) && PyLong_AsLong(args[AXIS]) == -1;
+    bool is_more = count == ALL, keep = args[KEEP] == Py_True, is_last = is_number(args[AXIS], -1);
     if (!jobs::kernels || !is_last || is_given(args[WHERE]) || !see_x(args[X], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
     PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None, *norm = args[OF_NORM];
     if (!see_norm(norm, c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
@@ -167,20 +186,18 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.plus.data) total = own(result_like(total, x));
     if (!y || !total) return nullptr;
     if (c.plus.data) c.source = c.x, see_rows(total, c.x);
-    see_rows(y, c.y), c.in_pairs = c.x.type == F64;
+    see_rows(y, c.y), c.in_pairs = c.x.type == F64, c.over = c.y.data == c.x.data;
     PyObject* marks = c.pairs() ? own(new_vector(c.samples * c.rows, NPY_UINT8, c.marks)) : y;
     PyObject* statistics = keep ? own(new_statistics(c, words_of(c))) : Py_None;
     if (!marks || !statistics) return nullptr;
     jobs::plan(c);
-    if (!run(c, args[THREADS])) return declined();
+    jobs::State state = run(c, args[THREADS]);
+    if (!is_done(state)) return declined();
     if (keep) statistics = own(as_named(STATISTICS, Py_NewRef(statistics)));
     PyObject* source = c.plus.data ? total : args[X];
-    if (statistics && has_any(c.marks, c.samples * c.rows)) {
-        pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(python_objects[FINISH_FORWARD], "OOOOOn", source, y, norm, statistics, marks, c.samples);
-        if (!own(done)) return nullptr;
-    }
     if (!statistics) return nullptr;
+    if (has_any(c.marks, c.samples * c.rows) && !finish(FINISH_FORWARD, "OOOOOn", source, y, norm, statistics, marks, c.samples)) return nullptr;
+    if (state == jobs::OVERFLOWED && !finish(REPEAT_FORWARD, "OOOn", source, y, norm, c.samples)) return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
     PyObject *axes = own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), *backend = own(PyUnicode_FromString("native"));
     if (!axes || !backend) return nullptr;
@@ -192,16 +209,16 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // The statistics of a cache of a forward of plain rows.
 bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
-    if (!is_a(of, CACHE) || is_given(field(of, of_cache::where)) || !is_word(field(of, of_cache::backend), "native")) return false;
+    if (!is_record(of, CACHE, of_cache::fields) || is_given(field(of, of_cache::where)) || !is_word(field(of, of_cache::backend), "native")) return false;
     PyObject *x = field(of, of_cache::x), *axes = field(of, of_cache::axis), *statistics = field(of, of_cache::statistics);
-    if (!see_x(x, samples, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
-    bool is_last = PyTuple_Size(axes) == 1 && PyLong_AsLong(field(axes, 0)) == PyArray_NDIM((PyArrayObject*)x) - 1;
+    if (!is_record(statistics, STATISTICS, of_statistics::fields) || !see_x(x, samples, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
+    bool is_last = PyTuple_Check(axes) && PyTuple_Size(axes) == 1 && is_number(field(axes, 0), c.ndim - 1);
     Index rows = c.samples * c.rows;
     Words words = words_of(c);
     for (size_t i = 0; is_last && i < WORDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(statistics, (Py_ssize_t)i);
         if (!words[i]) continue;
-        bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
+        bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_ISCARRAY_RO(word);
         if (!usable || PyArray_SIZE(word) != rows) return false;
         *words[i] = (double*)PyArray_DATA(word);
     }
@@ -264,6 +281,11 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (!is_of_floats(results[1 + i], c.sums_type[i]) || !PyArray_IS_C_CONTIGUOUS(sums)) return declined();
         c.sums_out[i] = PyArray_BYTES(sums);
     }
+    c.over = c.y.data && c.y.data == c.dy.data && !c.pairs();
+    // Sums that overflow are computed again from dy: mostly those of a narrower range than its own.
+    for (int i = 0; c.over && i < 2; i++)
+        if (c.sums_out[i] && c.sums_type[i] == F16 && c.x.type != F16) return declined();
+    if (c.over && !(marks = own(new_vector(rows, NPY_UINT8, c.marks)))) return nullptr;
     if (c.pairs()) {
         marks = own(new_vector(rows, NPY_UINT8, c.marks)), uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
         if (c.summing()) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
@@ -275,14 +297,14 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
             c.marks[i] = c.rstd_lo && c.rstd_lo[i] != c.rstd_lo[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
     }
     jobs::plan(c);
-    if (!run(c, args[THREADS])) return declined();
+    jobs::State state = run(c, args[THREADS]);
+    if (!is_done(state)) return declined();
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
-    if (gradients && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns))) {
-        pool::DefaultControl control;
-        PyObject* done = PyObject_CallFunction(python_objects[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, c.samples);
-        if (!own(done)) return nullptr;
-    }
-    return gradients ? Py_NewRef(gradients) : nullptr;
+    if (!gradients) return nullptr;
+    bool unfinished = c.pairs() && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns));
+    if (unfinished && !finish(FINISH_BACKWARD, "OOOOOOOOOn", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, c.samples)) return nullptr;
+    if (state == jobs::OVERFLOWED && !finish(REPEAT_BACKWARD, "OOOOOOOn", dy, x, norm, gradients, args[DSUM], marks, args[ACCUMULATE], c.samples)) return nullptr;
+    return Py_NewRef(gradients);
 }
 
 PyObject* tile_rows(PyObject*, PyObject* args) {
@@ -318,6 +340,13 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyErr_Occurred() ? nullptr : new_array((PyArray_Descr*)args[1], ndim, shape);
 }
 
+// Calls a Python function with the default control word: call(function, arguments, keywords).
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "3 arguments are needed, got %zd", count);
+    pool::DefaultControl control;
+    return PyObject_Call(args[0], args[1], args[2]);
+}
+
 PyObject* idle_bytes(PyObject*, PyObject*) { return PyLong_FromSize_t(memory::idle_bytes()); }
 PyObject* set_idle_limit(PyObject*, PyObject* value) { return set_limit(value) ? Py_NewRef(Py_None) : nullptr; }
 
@@ -331,6 +360,7 @@ PyMethodDef methods[] = {
     {"instructions", instructions, METH_NOARGS, "Name the instruction sets that this processor has kernels for."},
     {"use", use, METH_O, "Use the kernels of an instruction set."},
     {"empty", as_method(empty), METH_FASTCALL, "Return a new array, a large one in recycled memory."},
+    {"call", as_method(call), METH_FASTCALL, "Call a function with the default control word."},
     {"idle_bytes", idle_bytes, METH_NOARGS, "Count the bytes that are kept for results."},
     {"set_idle_limit", set_idle_limit, METH_O, "Set the most bytes that are kept."},
     {nullptr, nullptr, 0, nullptr}};

@@ -229,8 +229,9 @@ template <bool STAGED> INLINE Pairs g_of(N d, Index j, const Parameters& paramet
 NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& parameters, Index n) {
     Index s = n / 8 > 1 ? n / 8 : 1;
     auto g_at = [&](Index j) {
-        Pair<double> g = two_product(dy[j], parameters.gamma[j]);
-        return Pair<double>{g.high, fma(dy[j], parameters.gamma_low[j], g.low)};
+        double d = number(dy + j);
+        Pair<double> g = two_product(d, parameters.gamma[j]);
+        return Pair<double>{g.high, fma(d, parameters.gamma_low[j], g.low)};
     };
     Pair<double> m = g_at(0);
     double least = m.high, most = m.high;

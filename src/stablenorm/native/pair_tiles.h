@@ -62,7 +62,7 @@ template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i,
     if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
     if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any_of<WIDEST>(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified, -1)) return false;
     write(ToPairs{own.high, own.low, own.size});
-    return finish_row(c, own, i, bound);
+    return finish_row(c, own, i, row_of(c.y, i), bound);
 }
 
 // Loads a row and its statistics; false, with a mark, if it is out of range. Rows with NaN are done like others.

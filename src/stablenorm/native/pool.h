@@ -15,10 +15,25 @@ struct DefaultControl {
     ~DefaultControl() { _mm_setcsr(word); }
 #elif defined(__aarch64__)
     uint64_t word;
-    DefaultControl() { asm volatile("mrs %0, fpcr\n msr fpcr, xzr" : "=r"(word)); }
+    DefaultControl() { asm volatile("mrs %0, fpcr\n msr fpcr, xzr\n msr fpsr, xzr" : "=r"(word)); }
     ~DefaultControl() { asm volatile("msr fpcr, %0" : : "r"(word)); }
 #endif
 };
+
+// Whether an operation of this thread has overflowed since its control word was set, or since this was asked.
+static inline bool has_overflowed() {
+#if defined(__x86_64__) || defined(_M_X64)
+    constexpr unsigned OVERFLOWED = 8;
+    unsigned flags = _mm_getcsr();
+    if (flags & OVERFLOWED) _mm_setcsr(flags & ~OVERFLOWED);
+#elif defined(__aarch64__)
+    constexpr uint64_t OVERFLOWED = 4;
+    uint64_t flags;
+    asm volatile("mrs %0, fpsr" : "=r"(flags) : : "memory");
+    if (flags & OVERFLOWED) asm volatile("msr fpsr, %0" : : "r"(flags & ~OVERFLOWED));
+#endif
+    return flags & OVERFLOWED;
+}
 
 using Work = void (*)(void* data, Index part, int thread);
 

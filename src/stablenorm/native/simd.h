@@ -114,10 +114,10 @@ INLINE F8 floats(const f16* p) { return floats_of_half(read<H8>(p)); }
 INLINE double number(const double* p) { return read<double>(p); }
 INLINE double number(const f32* p) { return read<f32>(p); }
 INLINE double number(const bf16* p) {
-    uint32_t bits = (uint32_t)p->bits << 16;
+    uint32_t bits = (uint32_t)read<uint16_t>(p) << 16;
     return read<f32>(&bits);
 }
-INLINE double number(const f16* p) { return floats_of_half(H8{p->bits})[0]; }
+INLINE double number(const f16* p) { return floats_of_half(H8{read<uint16_t>(p)})[0]; }
 
 // ---- one register of W float64 ----
 

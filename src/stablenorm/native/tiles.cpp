@@ -1,5 +1,6 @@
 // Tiles of rows, from memory to memory. Compiled once for each instruction set, which NAME names.
 #include "pair_tiles.h"
+#include "pool.h"
 
 namespace {
 
@@ -8,7 +9,7 @@ namespace {
 // Repeats the marked rows of a tile in pairs: redo(call, rows, unsummed) computes a run of rows with the same mark.
 template <class Redo> void do_again(const Call& c, Tile tile, Redo redo) {
     Call alone = c;
-    alone.in_pairs = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
+    alone.in_pairs = alone.staged = true, alone.step = c.step_in_pairs(), alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // Keep the statistics of the first attempt.
     alone.mean = alone.mean_lo = alone.rstd = alone.spread = nullptr;
     for (Index i = tile.first, stop; i < tile.stop; i = stop) {
@@ -70,14 +71,38 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
 
 // Does a row in pairs, and adds its terms to the float64 sums of a tile.
 template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile row, double* sums) {
+    constexpr int P = pairs::P;
     Index p = c.padded_n();
-    double range[2], *part = own.part;
-    pairs::backward<LAYER, true>(c, own, row, part, range);
+    pairs::backward<LAYER, true>(c, own, row, nullptr, nullptr);
     if (c.marks[row.first] & UNSUMMED) return;
-    for (Index which : {0, 2})
-        for (Index word : {0, 1}) merge_columns(part + (which + word) * p, sums + which * p, sums + (which + 1) * p, c.n);
-    // Bounds of the size of float64's, far above those of pairs.
-    for (Index j = 0; j < c.n; j++) sums[4 * p + j] += part[5 * p + j] * part[5 * p + j], sums[5 * p + j] += 1;
+    const double* dy = row_as<double>(c, c.dy, row.first, own.dy[0]);
+    auto add = [&](Lanes<P> part, double* to) {
+        for (int i = 0; i < Lanes<P>::REGISTERS_OF; i++) merge_columns((double*)&part.v[i], to + i * WIDEST, to + p + i * WIDEST, WIDEST);
+    };
+    each_columns<P>(0, c.n, [&](Index j, Index count) {
+        Lanes<P> d = load<P>(dy + j, count), *squares = (Lanes<P>*)(sums + 4 * p + j), *ones = (Lanes<P>*)(sums + 5 * p + j);
+        pairs::Pairs term = pairs::load_pair(own.xhat + j, p) * d;
+        add(term.high, sums + j), add(term.low, sums + j), add(d, sums + 2 * p + j);
+        // Bounds of the size of float64's, far above those of pairs.
+        *squares = fma(d, d, *squares), *ones = *ones + broadcast<P>(1.0);
+    });
+}
+
+bool is_finite(Type type, const char* row, Index n) {
+    bool finite = true;
+    of_type(type, [&](auto* kind) {
+        for (Index j = 0; j < n; j++) finite &= magnitude(number((decltype(kind))row + j)) < __builtin_inf();
+    });
+    return finite;
+}
+
+// Moves dx to the place of dy. If a row of finite inputs overflowed, marks it instead, since its dy is needed again.
+void put_over_dy(const Call& c, Index i, const char* dx) {
+    char* dy = row_of(c.y, i);
+    bool overflowed = pool::has_overflowed();
+    if (overflowed) __atomic_store_n(c.overflowed, true, __ATOMIC_RELAXED);
+    c.marks[i] = overflowed && !is_finite(c.y.type, dx, c.n) && is_finite(c.y.type, dy, c.n) && is_finite(c.x.type, row_of(c.x, i), c.n);
+    if (!c.marks[i]) memcpy(dy, dx, (size_t)(c.n * BYTES[c.y.type]));
 }
 
 template <int R, class M, class T>
@@ -99,7 +124,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 continue;
             }
             // A hard row: zeros take its place in the sums.
-            memset(own.zeros, 0, (size_t)c.n * sizeof(double)), c.marks[i + r] = UNCERTIFIED | UNSUMMED;
+            memset(own.zeros, 0, (size_t)c.n * sizeof(T)), c.marks[i + r] = UNCERTIFIED | UNSUMMED;
             of = {(const T*)own.zeros, (const T*)own.zeros, 0, 0, 0, 0, kept, kept + c.padded_n()};
         }
         auto pull_rows = i % c.tile_rows == 0 ? pull<true, R, M, T> : pull<false, R, M, T>;
@@ -107,20 +132,22 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
     };
     bool early = c.n <= (KEPT<T> ? EARLY_KEPT : EARLY);
     if (early && top + R <= part.stop) begin(top, 0);
-    for (int now = 0; top + R <= part.stop; top += R, now = 1 - now) {
+    for (int now = 0; top + R <= part.stop; top += R, now = early - now) {
         if (!early) begin(top, now);
         else if (top + 2 * R <= part.stop) begin(top + R, 1 - now);
         for (int r = 0; r < R && c.y.data; r++) {
             const Back<T>& of = rows[now][r];
             if (M::NEAREST && c.marks[top + r]) continue;
+            char *place = row_of(c.y, top + r), *to = c.over ? (char*)own.low : place;
             if (c.staged) {
                 write_dx<Mode<M::LAYER, M::CENTER, false>, false>(of, own.high, c.n, c.wide_gamma, 0);
-                finish_row(c, own, top + r, 0);
+                finish_row(c, own, top + r, to, 0);
+                if (c.over) put_over_dy(c, top + r, to);
                 continue;
             }
             if constexpr (sizeof(T) < 8) {
-                auto write = c.past ? write_dx<M, true, T, T> : write_dx<M, false, T, T>;
-                T* dx = (T*)row_of(c.y, top + r);
+                auto write = c.past && !c.over ? write_dx<M, true, T, T> : write_dx<M, false, T, T>;
+                T* dx = (T*)to;
                 bool bounded = of.errors.a < 1 && of.rms_g < __builtin_inf();
                 if (M::NEAREST && bounded && of.rms_g == 0) {  // all of g - m is 0, and so is dx
                     memset(dx, 0, (size_t)c.n * sizeof(T));
@@ -128,6 +155,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 }
                 Uncertified uncertified = {(Index*)own.size, 0};
                 write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &uncertified);
+                if (c.over) put_over_dy(c, top + r, to);
                 if (!M::NEAREST) continue;
                 if (!bounded || (uncertified.count && is_uncertified<M>(of, dx, c.n, c.wide_gamma, uncertified))) c.marks[top + r] = UNCERTIFIED;
             }
@@ -137,7 +165,8 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
 }
 
 template <class M, class T> void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, Errors& worst) {
-    Index top = backward_groups<ROWS_OF_DX<M::NEAREST>, M, T>(c, own, part, part.first, sums, worst);
+    Index top = part.first;
+    if (!M::NEAREST || c.n <= LONG) top = backward_groups<ROWS_OF_DX<M::NEAREST>, M, T>(c, own, part, top, sums, worst);
     backward_groups<1, M, T>(c, own, part, top, sums, worst);
 }
 
@@ -153,14 +182,16 @@ template <class M, class T> void backward(const Call& c, Index number, int threa
     } else {
         // The first part sums into the tile's own vectors; the sums of others are added with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
-        Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
-        for (Index low = p; (M::NEAREST || c.tile_rows > most) && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
+        double* of_dbeta = sums + c.words() * p;
+        Sums part = {sums, of_dbeta, sums + 4 * p, sums + 5 * p};
+        for (double* high : {sums, of_dbeta})
+            if (c.words() == 2) memset(high + p, 0, (size_t)p * sizeof(double));
         for (Index top = tile.first; top < tile.stop; top += most) {
             if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p, memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
             backward_rows<M, T>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
             if (top == tile.first) continue;
             merge_columns(part.dgamma, sums, sums + p, c.n);
-            merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
+            merge_columns(part.dbeta, of_dbeta, of_dbeta + p, c.n);
         }
         c.ranges[2 * number] = worst.a + (double)at_most(most, c.tile_rows) * U, c.ranges[2 * number + 1] = worst.b;
     }

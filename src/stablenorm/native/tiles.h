@@ -22,11 +22,6 @@ Tile tile_of(const Call& c, Index number) {
     return {first, stop < c.rows ? stop : c.rows};
 }
 
-// Longest rows for which pass 1 of the next group runs before pass 2 of this one, so that its roots and divisions overlap with
-// stores. Longer rows would evict one another: n = 16384 once ran at 0.63 of its speed; on a newer Intel Xeon at 0.97 to 1.05.
-// KEPT rows need more room.
-constexpr Index EARLY = 4096, EARLY_KEPT = 256;
-
 // Row i of x, where it lies or lifted to `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);
@@ -45,7 +40,7 @@ template <bool LAYER, class T, class StatsType, class Write> INLINE void measure
     bool early = c.n <= EARLY;
     if (early) measure_from(tile.first, 0);
     int now = 0;
-    for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
+    for (Index top = tile.first; top < tile.stop; top += c.step, now = early - now) {
         if (!early) measure_from(top, now);
         else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
         write(top, count_from(top), x[now], stats[now]);

@@ -14,9 +14,9 @@ from stablenorm.reference import blocks, uncertified
 from stablenorm.reference.blocks import double_backward, jvp
 from stablenorm.reference.doubledouble import PARTIAL
 from stablenorm.reference.equations import project
-from stablenorm.types import Statistics
+from stablenorm.types import Array, Statistics
 
-__all__ = ["backward", "double_backward", "forward", "jvp", "project"]
+__all__ = ["backward", "double_backward", "forward", "jvp", "lost", "project"]
 
 
 def forward(call: Forward) -> Statistics:
@@ -26,8 +26,24 @@ def forward(call: Forward) -> Statistics:
         call = call._replace(x=call.total, residual=None, total=None)
     all_rows = blocks.needs_integers(call, call.norm.beta)
     statistics = blocks.forward(call._replace(y=None) if all_rows else call)
-    uncertified.finish_forward(call, np.flatnonzero(statistics.out_of_range | all_rows), statistics)
+    again = statistics.out_of_range | all_rows
+    if call.y is not None and not all_rows:
+        again |= lost(call.y, *_counted(call.where, call.x))
+    uncertified.finish_forward(call, np.flatnonzero(again), statistics)
     return statistics
+
+
+def lost(result: Array, *inputs: Array) -> Array:
+    """Tell which rows of finite inputs have no finite result: it may be the rounding errors of huge terms that cancel."""
+    rows: Any = ~np.isfinite(result).all(axis=1)
+    some = np.flatnonzero(rows)
+    for array in inputs:
+        rows[some] &= np.isfinite(array[some]).all(axis=1)
+    return rows  # type: ignore[no-any-return]
+
+
+def _counted(where: Array | None, *arrays: Array) -> list[Array]:
+    return [array if where is None else np.where(where, array, 0) for array in arrays]
 
 
 def backward(call: Backward) -> None:
@@ -44,7 +60,19 @@ def backward(call: Backward) -> None:
     if not all_rows:
         out = blocks.out_of_range(call)
         if not out.any():
+            if call.dx is not None and np.may_share_memory(call.dx, call.dy):
+                call = call._replace(dy=call.dy.copy())
             blocks.backward(call)
+            if call.dx is not None:
+                uncertified.write_dx(
+                    call, np.flatnonzero(lost(call.dx, *_counted(call.where, call.x, call.dy)))
+                )
+            for k, total in enumerate(sums):
+                if total is not None and call.sums == "rounded":
+                    columns = np.flatnonzero(np.isinf(total))
+                    total[...] = uncertified.decided(
+                        total, uncertified.exact_sums(call, k, columns)
+                    )
             return
         inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
         of_inside = of_rows(call, inside)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from stablenorm.control import with_default_control
 from stablenorm.types import Array, bfloat16
 
 # Dekker's constant, 2**27 + 1.
@@ -185,18 +186,18 @@ def as_partial(high: Array, low: Any, error: Any) -> Array:
     return total
 
 
+@with_default_control
 def merged(*parts: Array) -> Array:
     """
     Return the sums over the rows of all, arrays of PARTIAL or of exact sums, element by element.
 
     They are added in their order. A sum that is not finite is as in float64.
     """
-    with np.errstate(all="ignore"):
-        if parts[0].dtype == object:
-            exact: Array = functools.reduce(operator.add, parts)
-            return exact
-        words: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
-        return as_partial(*functools.reduce(_sum, words))
+    if parts[0].dtype == object:
+        exact: Array = functools.reduce(operator.add, parts)
+        return exact
+    words: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
+    return as_partial(*functools.reduce(_sum, words))
 
 
 def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
@@ -215,19 +216,19 @@ def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     return np.where(np.isfinite(total), high, total), low, error
 
 
+@with_default_control
 def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return the sums rounded once to `dtype`, and which of them are uncertified."""
-    with np.errstate(all="ignore"):
-        finite = np.isfinite(total["high"])
-        high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
-        error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
-        value, zero = Pair(high, low), np.zeros_like(high)
-        # 0.0 - error: with -error an exact -0 would stay one.
-        least, most = (round_to(value + Pair(e, zero), dtype) for e in (0.0 - error, error))
-        bits = f"u{dtype.itemsize}"
-        uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
-        uncertified |= (np.abs(high) < _TINY) & (high != 0)
-        least[~finite] = total["high"][~finite]
-        # There is one NaN.
-        least[np.isnan(least)] = np.nan
-        return least, uncertified
+    finite = np.isfinite(total["high"])
+    high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
+    error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
+    value, zero = Pair(high, low), np.zeros_like(high)
+    # 0.0 - error: with -error an exact -0 would stay one.
+    least, most = (round_to(value + Pair(e, zero), dtype) for e in (0.0 - error, error))
+    bits = f"u{dtype.itemsize}"
+    uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
+    uncertified |= (np.abs(high) < _TINY) & (high != 0)
+    least[~finite] = total["high"][~finite]
+    # There is one NaN.
+    least[np.isnan(least)] = np.nan
+    return least, uncertified

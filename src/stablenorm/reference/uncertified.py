@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from stablenorm.call import Backward, Forward
+from stablenorm.control import with_default_control
 from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.blocks import BLOCK
@@ -259,6 +260,7 @@ def decided(values: Array, exact: Iterable[tuple[Any, ExactSum]]) -> Array:
     return result
 
 
+@with_default_control
 def with_exact(values: Array, exact: Array) -> Array:
     """Return rounded sums, but those that have an exact sum, not 0, by that."""
     return decided(values, ((place, exact[place]) for place in zip(*exact.nonzero(), strict=True)))

@@ -1,5 +1,5 @@
 """
-Hard inputs for a layer norm: the families F01 to F38, one table.
+Hard inputs for a layer norm: the families F01 to F38 and F41, one table.
 
 In each, implementations in use lose digits for one reason: an offset, a row constant but for its
 last bit, an outlier, squares that overflow or underflow, a cotangent that the projection
@@ -179,6 +179,19 @@ class _Draw:
         x[half : 2 * half], dy[half : 2 * half] = x[:half], -dy[:half]
         return {"x": x, "dy": dy}
 
+    def huge_terms(self) -> Parts:
+        """Two values in each row of x and of gamma dy, at the same places: g is a multiple of xhat and of ones."""
+        two = np.arange(self.n) % 2
+        size = 2.0 ** min(self.f.emax, 127)
+        dy = self.rng.standard_normal((self.rows, 2))[:, two] * size**0.5
+        gamma = np.array([0.9, -0.7])[two] * size
+        return {
+            "x": self.rng.standard_normal((self.rows, 2))[:, two],
+            "gamma": gamma,
+            "dy": dy,
+            "eps": 0.0,
+        }
+
     def shuffled(self) -> Parts:
         """Rows hold the same numbers: sorted, reversed, then shuffled."""
         # Round first: equal elements then have equal dy.
@@ -255,6 +268,7 @@ _ALL: tuple[tuple[Any, ...], ...] = (
     ("F37", "the same numbers in other orders", _Draw.shuffled, 2, 3),
     ("F38", "rows of mean 0, 1, 10, 100",
      lambda c: np.resize([[0.0], [1.0], [10.0], [100.0]], (c.rows, 1)) + c.v, 1, 4),
+    ("F41", "huge gamma and dy, whose dx is 0, eps 0", _Draw.huge_terms, 2),
 )
 # fmt: on
 FAMILIES: dict[str, Family] = {row[0]: Family(*row) for row in _ALL}
