@@ -6,8 +6,8 @@ import pytest
 from stablenorm.check import formula
 from stablenorm.check.closed_form import Case, ordinary
 
-# Shapes of two draws that are read, and of one on which the reading is judged.
-SHAPES = (4, 5, 8), (5, 6, 11), (3, 7, 6)
+# Shapes of the draws that are read, and of one on which the reading is judged.
+SHAPES = (4, 5, 8), (4, 5, 8), (5, 6, 11), (3, 7, 6)
 FACTORS = (
     lambda *_: 1.0, lambda *_: -1.0, lambda *_: 2.0, lambda *_: -0.5, lambda *_: 0.37,
     lambda n, *_: n, lambda n, *_: -1 / n, lambda n, *_: n / (n - 1), lambda n, rows: -n / rows,
@@ -57,14 +57,14 @@ def judged(seed):
     shaped = [
         a.reshape(c.x.shape if name == "dx" else -1) for a, c in zip(outputs, cases, strict=True)
     ]
-    found = formula.find(name, cases[:2], shaped[:2], noise, SHAPES[2])
+    found = formula.find(name, cases[:3], shaped[:3], noise, SHAPES[3])
     if found is None:
         return None
     factors, change = found
-    there = formula._changes(name, formula.Expected(cases[2], 2.0**-53))
+    there = formula._changes(name, formula.Expected(cases[3], 2.0**-53))
     change = next(c for c in there if c[:2] == change[:2])
-    again = made(cases[2], [*factors], change, [value for _, value in factors.values()])
-    return bool(np.max(np.abs(again - outputs[2])) <= 2**14 * noise * np.max(np.abs(outputs[2])))
+    again = made(cases[3], [*factors], change, [value for _, value in factors.values()])
+    return bool(np.max(np.abs(again - outputs[3])) <= 2**14 * noise * np.max(np.abs(outputs[3])))
 
 
 @pytest.mark.parametrize("seeds", [range(k, k + 15) for k in range(0, 60, 15)])

@@ -152,6 +152,10 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
         yield Change("the mean of x is subtracted", "1 / sqrt(var + eps)", 1 / s, {"xhat": xhat})
     for words, by in means:
         yield Change(words, "", rstd, {"xhat": (of.centered + by) * rstd})
+    rows = len(of.dy)
+    if rows <= of.case.n:
+        own = {"g": of.gamma[:rows, None] * of.dy}
+        yield Change("gamma is that of the row, not of the column,", "", rstd, own)
     gamma = of.gamma - of.case.gamma_offset
     if of.case.gamma_offset:
         own = {"gamma": gamma, "g": gamma * of.dy}
@@ -300,7 +304,9 @@ def read(
     shape: Sequence[int], axes: Sequence[str] = (),
 ) -> Reading | None:  # fmt: skip
     """
-    Return the formula of y, dx, dgamma or dbeta from two cases, and what the code gave there.
+    Return the formula of y, dx, dgamma or dbeta from cases, and what the code gave there.
+
+    All cases but the last have one shape, the last has another if the code allows that.
 
     `noise` is the relative error of the code where it is right. Factors are shown for an x of `shape`,
     whose axes have the names `axes`. None: no formula was found.
@@ -331,7 +337,10 @@ def find(
         levels = (2,) if name == "y" else (0, 1, 2) if change.words else (0,)
         usual = _terms(name, cases[0], core=bool(change.words))
         terms = [term._replace(changed=k) for term in usual for k in levels]
-        matrix, target = draws[0].columns(terms, change), draws[0].target
+        # Two draws of one shape tell apart what is one number on each.
+        both = [*zip(draws, changes, strict=True)]
+        matrix = np.concatenate([draw.columns(terms, change) for draw, change in both[:-1]])
+        target = np.concatenate([draw.target for draw in draws[:-1]])
         # Terms that do not fit together hold none that do.
         if len(terms) < len(target) and np.isfinite(matrix).all():
             basis = np.linalg.qr(matrix)[0]
@@ -339,12 +348,13 @@ def find(
             if rest @ rest > tolerance**2 * (target @ target):
                 continue
         most = 2 * count if change.is_last else count + 1
-        chosen = [terms[i] for i in _sparse(matrix, target, tolerance, most)]
+        columns = _sparse(matrix, target, tolerance, most)
+        chosen = [terms[i] for i in columns]
         if not chosen or (change.words and not any(term.changed for term in chosen)):
             continue
-        both = zip(draws, changes, strict=True)
-        fits = [_fitted(d.columns(chosen, c), d.target, tolerance) for d, c in both]
-        sizes = [*(draw.sizes for draw in draws), _sizes(shape)]
+        fits = [_fitted(matrix[:, columns], target, tolerance)]
+        fits.append(_fitted(draws[-1].columns(chosen, changes[-1]), draws[-1].target, tolerance))
+        sizes = [draws[0].sizes, draws[-1].sizes, _sizes(shape)]
         # The error of a coefficient: noise, grown by what cancels between terms.
         factors = [_factor(pair, sizes, 64 * tolerance) for pair in zip(*fits, strict=False)]
         if len(factors) == len(chosen) and all(words for words, _ in factors):

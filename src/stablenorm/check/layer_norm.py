@@ -320,18 +320,20 @@ def _read(
     operation: Operation, case: Case, rng: Generator, wrong: list[str], axes: list[str]
 ) -> tuple[dict[str, Reading], tuple[str, ...]]:
     """Read back the formulas of wrong outputs from draws of two shapes; return them, and the causes."""
-    leads = ((), ()), ((20,), (26,)), ((4, 5), (5, 6)), ((2, 3, 4), (3, 4, 5))
-    pair = leads[min(case.x.ndim, 4) - 1]
-    try:
-        draws = [
-            closed_form.ordinary(case, rng, (*lead, n))
-            for lead, n in zip(pair, (8, 11), strict=True)
-        ]
-        outputs = [closed_form.judge(operation, draw) for draw in draws]
-    except FaultError:
-        # The code wants its own shape. No names of factors are certain then.
-        draws = [closed_form.ordinary(case, rng) for _ in range(2)]
-        outputs = [closed_form.judge(operation, draw) for draw in draws]
+    pair = (((), ()), ((20,), (26,)), ((4, 5), (5, 6)), ((2, 3, 4), (3, 4, 5)))[
+        min(case.x.ndim, 4) - 1
+    ]
+    small, other = ((*lead, n) for lead, n in zip(pair, (8, 11), strict=True))
+    # The code may want its own shape. Then no names of factors are certain.
+    for shapes in ((small, small, other), (case.x.shape,) * 3):
+        try:
+            draws = [closed_form.ordinary(case, rng, shape) for shape in shapes]
+            outputs = [closed_form.judge(operation, draw) for draw in draws]
+            break
+        except FaultError:
+            continue
+    else:
+        return {}, ()
     readings, found = dict[str, Reading](), dict[str, list[str]]()
     # The error where the code is right: y is, or nothing is known but the rounding.
     ys = [o["y"] for o in outputs]
@@ -341,18 +343,17 @@ def _read(
         else max(max(y.error, y.expected.u) for y in ys)
     )
     for name in wrong:
-        one, other = (o[name] for o in outputs)
-        if not (one.wrong or other.wrong) or not np.isfinite(one.actual).all():
+        own = [o[name] for o in outputs]
+        if not any(one.wrong for one in own) or not all(np.isfinite(o.actual).all() for o in own):
             continue
         shown = "the forward" if name == "y" else name
-        places = {formula.locate(o.actual, o.value, o.plain, o.shape) for o in (one, other)}
+        places = {formula.locate(o.actual, o.value, o.plain, o.shape) for o in own}
         if len(places) == 1 and (place := places.pop()):
             found.setdefault(place, []).append(shown)
             continue
         if case.n < 2:
             continue
-        actual = one.actual, other.actual
-        reading = formula.read(name, draws, actual, noise, case.x.shape, axes)
+        reading = formula.read(name, draws, [one.actual for one in own], noise, case.x.shape, axes)
         if reading:
             readings[name] = reading
             found.setdefault(reading.cause.replace(name, "{}" if name != "y" else name), []).append(
@@ -360,7 +361,7 @@ def _read(
             )
         elif name == "dx":
             readings[name] = Reading(
-                f"not read back: {_known(operation, draws[0], one, noise)}", ""
+                f"not read back: {_known(operation, draws[0], own[0], noise)}", ""
             )
     if [readings[n].formula for n in ("dgamma", "dbeta") if n in readings] == [
         "sum(dy xhat)",

@@ -122,6 +122,12 @@ class Pair(NamedTuple):
     of_forward: dict[str, str]
     of_backward: dict[str, str]
 
+    @property
+    def unknown(self) -> dict[str, str]:
+        """The arguments of the forward that have gamma or beta as their role without a name for it, by role."""
+        told = self.of_forward.items()
+        return {role: name for name, role in told if role in PARAMETERS and not role_of(name)}
+
     @classmethod
     def of(cls, forward: Function, backward: Function) -> "Pair":
         """Find the roles; ValueError if an argument has none."""
@@ -284,7 +290,12 @@ def spelled(function: Function, roles: Mapping[str, str] = MappingProxyType({}))
     for parameter in inspect.signature(function).parameters.values():
         name = re.split("[:=]", str(parameter))[0]
         role = roles.get(name, "")
-        told.append(name + f": {role}" * (role in ("dy", "cache") and key_of(name) != role))
+        is_told = (
+            role not in ("dy", "cache", *PARAMETERS)
+            or role_of(name, (role,)) == key_of(name)
+            or key_of(name) == role
+        )
+        told.append(name + f": {role}" * (not is_told))
     return f"{getattr(function, '__name__', 'a function')}({', '.join(told)})"
 
 
@@ -301,14 +312,43 @@ def in_order(named: Mapping[str, Any], takes: Sequence[str], returned: Any) -> l
 def adapt(forward: Function, backward: Function) -> tuple[Function, Function, Pair]:
     """Return forward(x, gamma, beta, eps), backward(dy, cache) and the roles, or ValueError says why not."""
     pair = Pair.of(forward, backward)
-    order = [role for role in pair.of_forward.values() if role != "cache"]
-    takes = pair.takes
+    # Without known names, the first call decides which argument is dy.
+    is_open = [
+        {*pair.of_backward.values()} == {"dy", "cache"} and not any(map(_is_told, pair.of_backward))
+    ]
 
     def call(*values: Any) -> tuple[Any, Any]:
         return pair.call(dict(zip(ARGUMENTS, values, strict=True)))
 
     def pull(dy: Any, cache: Any) -> list[Any]:
-        returned = pair.pull(dy, cache)
-        return in_order(gradients_by_role(returned, takes, order), takes, returned)
+        try:
+            returned = pair.pull(dy, cache)
+        except Exception:
+            if not is_open[0]:
+                raise
+            one, other = pair.of_backward
+            pair.of_backward.update({one: "cache", other: "dy"})
+            try:
+                returned = pair.pull(dy, cache)
+            except Exception:  # noqa: BLE001 - then the usual order raises, as it did
+                pair.of_backward.update({one: "dy", other: "cache"})
+                returned = pair.pull(dy, cache)
+        is_open[0] = False
+        order = [role for role in pair.of_forward.values() if role != "cache"]
+        takes = [role for role in order if role in PARAMETERS]
+        gradients = gradients_by_role(returned, takes, order)
+        if takes == ["beta", "gamma"] and isinstance(returned, tuple):
+            # In the order of the arguments or, as usual, gamma first: the gradient of beta is the sum of dy.
+            own, total = (
+                np.asarray(gradients.get("gamma")),
+                dy.reshape(-1, dy.shape[-1]).sum(axis=0),
+            )
+            if own.shape == total.shape and np.allclose(own, total):
+                gradients |= {"gamma": gradients["beta"], "beta": own}
+        return in_order(gradients, takes, returned)
 
     return call, pull, pair
+
+
+def _is_told(name: str) -> bool:
+    return bool(role_of(name, ("dy", "cache")))

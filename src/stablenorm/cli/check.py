@@ -137,7 +137,12 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         if over and over != (data[0].ndim - 1,):
             listed = " ".join(map(str, over))
             line = f"y is normalized over axis {listed}; without gamma and beta nothing decides: say --axis {listed}, or -1"
-            return 3, {"source": arguments.file.name}, norm.signature, ["INCONCLUSIVE", f"  {line}"]
+            return (
+                3,
+                {"source": arguments.file.name},
+                norm.signature(),
+                ["INCONCLUSIVE", f"  {line}"],
+            )
     backward = norm.backward
     if arguments.only:
         backward = lambda dy, cache: [norm.backward(dy, cache)[0], None, None]
@@ -162,12 +167,12 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         report = replace(report, findings=findings)
     is_partial = report.passed and report.unjudged and not arguments.only
     status = {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
-    head = f"{norm.signature}; x {shape_text(data[0].shape)} {data[0].dtype}"
+    head = f"{norm.signature()}; x {shape_text(data[0].shape)} {data[0].dtype}"
     if axes != (-1,):
         head += f", axis {' '.join(map(str, axes))}" + " as y shows (--axis for another)" * (
             not arguments.axis
         )
-    content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
+    content = {"source": arguments.file.name, "functions": norm.signature(), "notes": notes}
     content |= {"shape": data[0].shape, "dtype": str(data[0].dtype), "axis": axes}
     content |= {n: vars(arguments)[n] for n in ("eps", "seed")} | {"report": report.as_dict()}
     lines = report.text(verbose=arguments.verbose).splitlines()
@@ -269,7 +274,10 @@ def _choose(
                     ),
                 )
                 # Pass a copy: the code may modify its x, which the check judges later.
-                wrong = _objection(norm, deepcopy(data), arguments.eps)
+                try:
+                    wrong = _objection(norm, deepcopy(data), arguments.eps)
+                except _Exchanged:
+                    wrong = _objection(norm, deepcopy(data), arguments.eps)
                 is_last = axes == (-1,) or arguments.axis
                 if not wrong and not is_last:
                     over = axes_of(
@@ -304,6 +312,10 @@ def _choose(
     raise last
 
 
+class _Exchanged(Exception):
+    """The roles of two arguments were exchanged: call once more."""
+
+
 def _objection(norm: Norm, data: Any, eps: float) -> str:
     """Call both functions once; say which shape is wrong, or what the backward raises."""
     try:
@@ -320,6 +332,7 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
         raise
     except BaseException as error:  # noqa: BLE001
         return f"your backward raised {FaultError.of(error)}"
+    _check_effects(norm, data, eps, y)
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if (
@@ -331,3 +344,23 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
             came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)
             return f"{name} has shape {came}, not {wanted}"
     return ""
+
+
+def _check_effects(norm: Norm, data: Any, eps: float, y: Any) -> None:
+    """Refuse an argument of unknown name that is no gamma, which scales y, and no beta, which shifts it."""
+    shifts = dict[str, bool]()
+    for role, name in norm.unknown.items():
+        k = ("gamma", "beta").index(role) + 1
+        steps = []
+        for by in (1, 2):
+            moved = [a + by if i == k else a for i, a in enumerate(deepcopy(data))]
+            steps.append(np.asarray(norm.forward(*moved, eps)[0]) - y)
+        near = 1e-4 * max(1.0, float(np.max(np.abs(y))))
+        shifts[role] = bool(np.max(np.abs(steps[0] - 1)) <= near)
+        if np.max(np.abs(steps[1] - 2 * steps[0])) > near or not np.max(np.abs(steps[0])) > near:
+            msg = f"the forward takes {name}, which neither scales nor shifts y: wrap it in functions of (x, gamma, beta, eps)"
+            raise FaultError(msg)
+    if shifts == {"gamma": True, "beta": False}:
+        first, second = norm.unknown.values()
+        norm.roles.update({first: norm.roles[second], second: norm.roles[first]})
+        raise _Exchanged

@@ -7,9 +7,10 @@ import math
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ _METHODS = (
 )
 # The file's __name__: not "__main__", and no other module's name.
 _MODULE = "_checked_by_stablenorm"
+# Names that say nothing about what they hold.
+_CONTAINERS = "params", "parameters", "value", "data", "weights"
 _NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
 
 
@@ -129,12 +132,15 @@ class Norm(NamedTuple):
     backward: Callable[[Array, Any], list[Any]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
-    signature: str
+    signature: Callable[[], str]
     name: str
     # What to say if it raises: its constructor got a guess.
     cure: str = ""
     # What else y depends on.
     others: Sequence[str] = ()
+    # Arguments whose role their name does not tell, by role; and the roles of all, by name.
+    unknown: Mapping[str, str] = MappingProxyType({})
+    roles: Any = None
 
 
 def adapt_functions(
@@ -161,10 +167,14 @@ def _pullback(dy: Any, cache: Any) -> Any:
 
 def _of_pair(forward: Any, backward: Any, name: str) -> Norm:
     call, pull, pair = roles.adapt(forward, backward)
-    signature = roles.spelled(forward)
-    if backward is not _pullback:
-        signature += f", {roles.spelled(backward, pair.of_backward)}"
-    return Norm(call, pull, pair.takes, signature, name)
+
+    def signature() -> str:
+        pulled = f", {roles.spelled(backward, pair.of_backward)}" * (backward is not _pullback)
+        return roles.spelled(forward, pair.unknown and pair.of_forward) + pulled
+
+    return Norm(
+        call, pull, pair.takes, signature, name, unknown=pair.unknown, roles=pair.of_forward
+    )
 
 
 def adapt_class(
@@ -204,13 +214,13 @@ def adapt_class(
     _, pair = prepared(np.zeros(shape), {})
     takes = tuple(role for role in PARAMETERS if role in {*places.values(), *pair.takes})
 
+    stored = list[dict[str, Any]]()
+
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y and its backward."""
         values = {"gamma": gamma, "beta": beta}
-        stored = {
-            path: values[role] for path, role in places.items() if values.get(role) is not None
-        }
-        instance, pair = prepared(x, stored)
+        own = {path: values[role] for path, role in places.items() if values.get(role) is not None}
+        instance, pair = prepared(x, own)
         y, saved = pair.call({"x": x, "eps": eps, **values})
 
         def pull(dy: Array) -> list[Any]:
@@ -219,7 +229,15 @@ def adapt_class(
             # A single array, or a list of one, is dx, and the others are stored.
             single = returned[0] if isinstance(returned, list) and len(returned) == 1 else returned
             gradients = roles.gradients_by_role(single, takes)
-            found = _stored_gradients(instance, before, places, dy, axes)
+            # The first backward shows where they are: later ones may be 0, as if not stored.
+            if not stored:
+                stored.append(_stored_gradients(instance, before, places, dy, axes))
+            there = dict(arrays_in(instance))
+            found = {role: there[path] for role, path in stored[0].items() if path in there}
+            for path, role in places.items():
+                # A learning rate was applied.
+                if role not in stored[0] and not np.array_equal(*before[path]):
+                    found[role] = (before[path][1] - before[path][0]) / roles.RATE
             gradients = found | {role: g for role, g in gradients.items() if g is not None}
             for role in places.values():
                 gradients.setdefault(role, _NOWHERE)
@@ -238,7 +256,7 @@ def adapt_class(
     told = "; ".join(f"{role} is {_spelled(path)}" for path, role in places.items())
     made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
     signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
-    return Norm(forward, backward, takes, signature, name, cure, others)
+    return Norm(forward, backward, takes, lambda: signature, name, cure, others)
 
 
 def _spelled(path: tuple[str, ...]) -> str:
@@ -292,8 +310,8 @@ def _parameters(
 def _stored_gradients(
     instance: Any, before: dict[Any, Any], places: dict[Any, str], dy: Array, axes: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return the gradients that a backward left in an object, by role."""
-    owned = {id(before[path][0]) for path in places if path in before}
+    """Return by role the paths to the gradients that a backward left in an object."""
+    owned = {id(before[path][0]) for path in places}
     new = {
         path: a
         for path, a in arrays_in(instance)
@@ -303,39 +321,34 @@ def _stored_gradients(
     found = dict[str, Any]()
     parents = [path[:-1] for path in places]
     for path, role in places.items():
-        names = [key_of(part) for part in path if role_of(part) or len(key_of(part)) > 1][-2:]
-        size = np.size(before[path][0]) if path in before else 0
+        size = before[path][0].size
+        # Words of its own name; those of one letter are in every other word.
+        names = [k for part in path if len(k := key_of(part)) > 1 and k not in _CONTAINERS]
 
-        def fits(
-            other: tuple[str, ...], path: Any = path, role: str = role, names: Any = names
-        ) -> bool:
-            said = key_of("".join(other))
-            return (
-                gradient_role(other[-1]) == role
-                or (role_of(other[-1]) == role and len(other) > 1)
-                or any(n in said and n not in ("params", "parameters", "value", "data", "weights") for n in names)
-                or (path[-1].isdigit() and other[-1] == path[-1])
-                or (len(path) > 1 and other[:-1] == path[:-1] and parents.count(path[:-1]) == 1)
-            )  # fmt: skip
+        def score(
+            other: tuple[str, ...], path: Any = path, role: Any = role, names: Any = names
+        ) -> int:
+            last, whole = key_of(other[-1]), key_of("".join(other))
+            is_listed = last == key_of(path[-1]) and len(other) > 1
+            is_beside = len(path) > 1 and other[:-1] == path[:-1] and parents.count(path[:-1]) == 1
+            is_named = gradient_role(last) == role or role_of(last, PARAMETERS) == role
+            return 2 * (is_listed or is_beside or is_named) + any(name in whole for name in names)
 
-        own = [other for other in new if fits(other)]
         # Of the right size, if one has it.
-        own.sort(key=lambda other: new[other].size == size)
-        if own:
-            found[role] = new.pop(own[-1])
+        own = sorted(
+            new, key=lambda other: (score(other) > 0, new[other].size == size, score(other))
+        )
+        if own and score(own[-1]):
+            found[role] = own[-1]
+            del new[own[-1]]
     left = [role for role in PARAMETERS if role in places.values() and role not in found]
-    sizes = {np.size(before[path][0]) for path in places if path in before}
-    rest = [a for a in new.values() if a.size in sizes]
+    sizes = {before[path][0].size for path in places}
+    rest = [path for path, a in new.items() if a.size in sizes]
     if left and len(rest) == len(left):
         # A list without names, in either order: the gradient of beta is the sum of dy.
         summed = dy.sum(axis=tuple({*range(dy.ndim)} - {a % dy.ndim for a in axes}))
-        is_beta = [np.allclose(np.ravel(a), np.ravel(summed)) for a in rest]
-        rest = rest[::-1] if len(rest) == 2 and is_beta == [True, False] else rest
-        found |= dict(zip(left, rest, strict=True))
-    for path, role in places.items():
-        # A learning rate was applied.
-        if role not in found and path in before and not np.array_equal(*before[path]):
-            found[role] = (before[path][1] - before[path][0]) / roles.RATE
+        is_beta = [np.allclose(np.ravel(new[path]), np.ravel(summed)) for path in rest]
+        found |= zip(left, rest[::-1] if is_beta == [True, False] else rest, strict=True)
     return found
 
 
