@@ -204,7 +204,7 @@ def test_another_eps_or_float32_inside_the_forward_is_told():
     assert twice.diagnosis == ("eps was applied twice in the forward",)
     fixed = check_layer_norm(lambda x, g, b, _: forward(x, g, b, 1e-3), backward, rng=0)
     assert fixed.passed, str(fixed)
-    assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
+    assert "it is 0.001 inside" in str(findings(fixed, "the forward", "NOTE"))
 
 
 # ---- code as people write it, right and wrong ----

@@ -405,7 +405,8 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     verdict: Verdict = "FAIL" if wrong else "PASS"
     if result.verdict == verdict:
         seen = result.resolution if wrong else min(result.resolution, one.resolution)
-        return replace(result, pattern=pattern, resolution=seen)
+        checked, probes = (result.checked, result.probes) if wrong else (z.size, 0)
+        return replace(result, pattern=pattern, resolution=seen, checked=checked, probes=probes)
     # The noise of differences contradicts a right gradient, or hides a wrong one.
     message = one.not_finite or "seen by the closed form, too small for finite differences"
     place = int(np.argmax(z))

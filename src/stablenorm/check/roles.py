@@ -63,9 +63,9 @@ def parameters(function: Function) -> dict[str, bool]:
     return {name: p.default is p.empty for name, p in by_name.items() if p.kind not in stars}
 
 
-def by_name(function: Function) -> Function:
+def by_name(function: Function, signature: Any = None) -> Function:
     """Return a function of a dict, which has values for some of the parameters of `function`."""
-    signature = inspect.signature(function)
+    signature = signature or inspect.signature(function)
 
     def call(values: Any) -> Any:
         bound = inspect.BoundArguments(signature, values)

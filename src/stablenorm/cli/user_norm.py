@@ -191,12 +191,19 @@ def adapt_class(
         forward, backward = (getattr(class_, method) for method in methods)
         return _of_pair(forward, backward, name)
     make, cure = _maker(file, class_, init)
+    first = list[Any]()
 
     def prepared(x: Array, values: dict[Any, Array]) -> tuple[Any, Pair]:
         """Return a new instance with these values in its parameters, and its methods."""
         lengths = tuple(x.shape[axis] for axis in axes)
         instance = make(lengths)
-        pair = Pair.of(*(getattr(instance, method) for method in methods))
+        bound = [getattr(instance, method) for method in methods]
+        if not first:
+            # Of all instances alike: to find them takes longer than most forwards.
+            first.append((Pair.of(*bound), [inspect.signature(method) for method in bound]))
+        pair, signatures = first[0]
+        calls = map(roles.by_name, bound, signatures)
+        pair = pair._replace(forward=next(calls), backward=next(calls))
         there = dict(arrays_in(instance))
         if not values.keys() <= there.keys():
             # The first forward makes the parameters.
