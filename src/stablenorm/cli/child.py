@@ -24,8 +24,14 @@ def run_apart(work: Callable[[Any], Any], argument: Any, timeout: float | None) 
     # The result has a pipe of its own: the code may print, or close its streams.
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_child, args=(work, argument, sender), daemon=True)
+    # One thread of BLAS: the arrays are small, and its threads would only wait for one another.
+    own = {"OPENBLAS_NUM_THREADS": "1"} | os.environ
+    before = os.environ.copy()
+    os.environ.update(own)
     process.start()
     sender.close()
+    os.environ.clear()
+    os.environ.update(before)
     try:
         if not wait([receiver, process.sentinel], timeout):
             msg = f"no verdict within {timeout:g} s, see --timeout"
