@@ -245,7 +245,8 @@ def _parameter(like: Array | None, n: int, rng: Generator) -> Array | None:
     if like is None:
         return None
     signs = rng.permutation(np.resize([1.0, -1.0], n))
-    return (signs * rng.uniform(0.5, 1.5, n)).astype(like.dtype)
+    # Exact in float32: a class may keep its parameters in that.
+    return (signs * rng.uniform(0.5, 1.5, n)).astype(np.float32).astype(like.dtype)
 
 
 def _shape_of(like: Case, rows: int, n: int) -> tuple[int, ...]:

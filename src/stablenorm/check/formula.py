@@ -414,7 +414,7 @@ def _slot(term: Term) -> int:
         return 0 if term.over == "sum" else -1
     if not {"g", "dy"} & {*term.inner.split()} or (not term.over and inner):
         return -1
-    return 0 if not term.over else 1 if not outer | inner else 2 if outer and inner else -1
+    return 0 if not term.over else 2 if outer | inner else 1
 
 
 def _deviations(
@@ -442,6 +442,8 @@ def _deviations(
             if "xhat" in words
             else "xhat is missing from {}, which is what dbeta should be"
         )
+    if right.outer and not (term.outer.removeprefix("gamma") and " " in term.inner):
+        yield "a factor xhat is missing from {}{of}"
     for made in sorted(words & {"x", "y"}):
         yield f"{{}} {{is}} made of {made}, not of xhat{{at}}"
     power = term.power - right.power + ("rstd" in words)
