@@ -96,11 +96,14 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
         means = _MEANS[:1] if core or not axes else _MEANS if axes > 1 else (*_MEANS[:2], _MEANS[3])
         usual = [("", ""), ("xhat", " xhat")]
         x = ("x", "y") if case.kind == "layer" else ("y",)
-        odd = itertools.product(("", *x, "xhat", "xhat xhat"), ("", " xhat", *(f" {a}" for a in x)))
+        every = itertools.product(
+            ("", *x, "xhat", "xhat xhat"), ("", " xhat", *(f" {a}" for a in x))
+        )
+        odd = dict.fromkeys([*usual, *every])
         for power, over in itertools.product(powers, means):
             # Where rows are summed, rstd may stand inside.
             own = kinds + tuple(f"{kind} rstd" for kind in kinds) * (over != "mean")
-            for outer, after in usual if core or over != "mean" else dict.fromkeys([*usual, *odd]):
+            for outer, after in usual if core or over != "mean" else odd:
                 yield from (Term(outer, kind + after, over, power) for kind in own)
                 # A mean over the rows keeps columns apart: gamma is the same inside and outside.
                 if len(kinds) > 1 and over in (_MEANS[0], _MEANS[3]):
