@@ -69,7 +69,7 @@ def judged(seed):
 
 @pytest.mark.parametrize("seeds", [range(k, k + 15) for k in range(0, 60, 15)])
 def test_a_planted_formula_is_read_back_or_not_at_all(seeds):
-    """Of the seeds below 1000, 824 are read back, 176 are not, and none is read as another function."""
+    """Of the seeds below 1000, 991 are read back, 9 are not, and none is read as another function."""
     verdicts = [judged(seed) for seed in seeds]
     assert False not in verdicts, verdicts
-    assert verdicts.count(True) >= 10, verdicts
+    assert verdicts.count(True) >= 13, verdicts

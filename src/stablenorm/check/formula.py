@@ -447,9 +447,13 @@ def _deviations(
         )
     if right.outer and not (term.outer.removeprefix("gamma") and " " in term.inner):
         yield "a factor xhat is missing from {}{of}"
+    power = term.power - right.power + ("rstd" in words)
+    # x rstd in place of xhat, as often as x is there.
+    if power and power == f"{term.outer} {term.inner}".split().count("x"):
+        yield "the mean of x is missing from xhat in {}{of}"
+        words, power = words - {"x"}, 0
     for made in sorted(words & {"x", "y"}):
         yield f"{{}} {{is}} made of {made}, not of xhat{{at}}"
-    power = term.power - right.power + ("rstd" in words)
     if power:
         powers = {-1: "{} {lacks} rstd{at}", 1: "{} {has} rstd twice{at}"}
         yield powers.get(power, f"{{}} {{has}} rstd^{power + 1} in place of rstd{{at}}")

@@ -277,10 +277,7 @@ def _choose(
                     ),
                 )
                 # Pass a copy: the code may modify its x, which the check judges later.
-                try:
-                    wrong = _objection(norm, deepcopy(data), arguments.eps)
-                except _Exchanged:
-                    wrong = _objection(norm, deepcopy(data), arguments.eps)
+                wrong = _objection(norm, deepcopy(data), arguments.eps)
                 is_last = axes == (-1,) or arguments.axis
                 if not wrong and not is_last:
                     over = axes_of(
@@ -315,10 +312,6 @@ def _choose(
     raise last
 
 
-class _Exchanged(Exception):
-    """The roles of two arguments were exchanged: call once more."""
-
-
 def _objection(norm: Norm, data: Any, eps: float) -> str:
     """Call both functions once; say which shape is wrong, or what the backward raises."""
     try:
@@ -335,7 +328,8 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
         raise
     except BaseException as error:  # noqa: BLE001
         return f"your backward raised {FaultError.of(error)}"
-    _check_effects(norm, data, eps, y)
+    if _exchange(norm, data, eps, y):
+        return _objection(norm, deepcopy(data), eps)
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if (
@@ -349,21 +343,21 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
     return ""
 
 
-def _check_effects(norm: Norm, data: Any, eps: float, y: Any) -> None:
-    """Refuse an argument of unknown name that is no gamma, which scales y, and no beta, which shifts it."""
+def _exchange(norm: Norm, data: Any, eps: float, y: Any) -> bool:
+    """Exchange the roles of arguments of unknown names if gamma shifts y; FaultError if one does neither."""
     shifts = dict[str, bool]()
     for role, name in norm.unknown.items():
-        k = ("gamma", "beta").index(role) + 1
         steps = []
         for by in (1, 2):
-            moved = [a + by if i == k else a for i, a in enumerate(deepcopy(data))]
-            steps.append(np.asarray(norm.forward(*moved, eps)[0]) - y)
+            moved = dict(zip(("x", "gamma", "beta"), deepcopy(data), strict=True))
+            moved[role] += by
+            steps.append(np.asarray(norm.forward(*moved.values(), eps)[0]) - y)
         near = 1e-4 * max(1.0, float(np.max(np.abs(y))))
         shifts[role] = bool(np.max(np.abs(steps[0] - 1)) <= near)
         if np.max(np.abs(steps[1] - 2 * steps[0])) > near or not np.max(np.abs(steps[0])) > near:
             msg = f"the forward takes {name}, which neither scales nor shifts y: wrap it in functions of (x, gamma, beta, eps)"
             raise FaultError(msg)
-    if shifts == {"gamma": True, "beta": False}:
+    if exchanged := shifts == {"gamma": True, "beta": False}:
         first, second = norm.unknown.values()
         norm.roles.update({first: norm.roles[second], second: norm.roles[first]})
-        raise _Exchanged
+    return exchanged
