@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
         check_outputs(vars(arguments))
-        # Without a terminal, no line is broken.
-        width = shutil.get_terminal_size((10_000, 1)).columns
-        rich.reconfigure(width=width, record=True)
+        # Without a terminal as wide as a log shows; with one, no wider than a reader's eye.
+        rich.reconfigure(width=min(shutil.get_terminal_size((100, 1)).columns, 100))
         with warnings.catch_warnings():
             # A warning is one line without its place in our code, which helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]

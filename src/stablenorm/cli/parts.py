@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box, get_console
-from rich.table import Column, Table
+from rich import get_console
 from rich.text import Text
 
 import stablenorm
 from stablenorm import memory
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import plain, printable, to_json, wrapped
+from stablenorm.text import columns, plain, printable, to_json, wrapped
 from stablenorm.timing import ROUNDINGS
 
 # The bundled data: the input of a layer norm of a real model.
@@ -100,15 +99,16 @@ def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
         """Refuse a file that could not be written or drawn, before any work is done for it."""
         # Absolute now: the user's code may change the directory.
         path = Path(text).absolute()
-        is_drawn = name in ("--html", "--plot")
+        needed = {"--html": ("matplotlib", "jinja2"), "--plot": ("matplotlib",)}.get(name, ())
+        missing = [module for module in needed if importlib.util.find_spec(module) is None]
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
         elif path.is_dir():
             msg = f"{name} must be a new name, got the directory {text}; remove it first"
         elif not os.access(path.parent, os.W_OK):
             msg = f"{name} must be a file in an existing, writable directory, got {text}"
-        elif is_drawn and importlib.util.find_spec("matplotlib") is None:
-            msg = f'{name} needs matplotlib: pip install "stablenorm[plot]"'
+        elif missing:
+            msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"'
         else:
             return path
         raise InputError(msg)
@@ -132,6 +132,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "--seed": {"type": _number(int, 0), "default": 0},
     "--top": {"type": _number(int, 0), "default": 10, "metavar": "K"},
     "--digests": {"action": "store_true"},
+    "--verbose": {"action": "store_true"},
     "--out": _new_file("--out", ".npz"),
     "--html": _new_file("--html", ".html", ".htm"),
     "--json": _new_file("--json", ".json"),
@@ -151,22 +152,23 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     to_json(plain(origin() | content), path)
 
 
+def width() -> int:
+    """Return the columns of the terminal, or of a line where there is none."""
+    return get_console().width
+
+
 def print_lines(*lines: str, bold: str = "") -> None:
     """Print plain text, a paragraph per line; no word is broken, so addresses can be clicked."""
-    console, bold = get_console(), printable(bold)
+    bold = printable(bold)
     paragraphs = (bold + printable("\n".join(lines))).split("\n")
-    shown = Text("\n".join("\n".join(wrapped(line, console.width)) for line in paragraphs))
-    shown.stylize("bold", 0, len(bold))
-    console.print(shown, soft_wrap=True)
+    shown = Text("\n".join("\n".join(wrapped(line, width())) for line in paragraphs))
+    shown.stylize("bold", 0, len(bold.rstrip()))
+    shown.highlight_words(["PASS"], "green")
+    shown.highlight_words(["FAIL"], "bold red")
+    get_console().print(shown, soft_wrap=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells below their columns, the first one flush left."""
-    # One space between columns: a rule would need three characters.
-    look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    heads = [Column(column, justify="right", overflow="fold") for column in columns]
-    heads[0].justify = "left"
-    table = Table(*heads, title=title, title_justify="left", title_style="bold", **look)
-    for row in rows:
-        table.add_row(*(Text(printable(cell), "bold" * (cell == "FAIL")) for cell in row))
-    get_console().print(table)
+def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of cells below their heads."""
+    table = [heads, *([printable(cell) for cell in row] for row in rows)]
+    print_lines("", *columns(table), bold=title)
