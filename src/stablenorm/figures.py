@@ -1,5 +1,7 @@
 """Figures: colours that everybody tells apart, and a Matplotlib figure that needs no window."""
 
+import io
+from collections.abc import Mapping
 from typing import Any
 
 # The palette of Okabe and Ito.
@@ -14,3 +16,21 @@ def new_figure(width: float, height: float) -> Any:
         msg = 'Matplotlib is needed to plot: pip install "stablenorm[plot]"'
         raise ImportError(msg) from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_lines(title: str, lines: Mapping[str, tuple[Any, Any]], **axes_settings: Any) -> str:
+    """Draw named lines, each its x and y, as SVG whose text stays text and whose black is the page's color."""
+    figure, styles = new_figure(5, 3), ("-", "--", "-.")
+    axes = figure.subplots()
+    for (name, both), color, style in zip(lines.items(), COLORS, styles, strict=False):
+        axes.plot(*both, style, color=color, lw=2, label=name)
+    axes.set(title=title, **axes_settings)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    import matplotlib as mpl  # noqa: PLC0415  # `new_figure` says if it is not there
+
+    file = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue().replace("#000000", "currentColor")
+    return svg[svg.index("<svg") :]

@@ -1,5 +1,6 @@
 """The four floating-point formats, once. Only the oracle has a table of its own."""
 
+import math
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -15,6 +16,11 @@ class Format(NamedTuple):
     digits: int
     emin: int
     emax: int
+
+    @property
+    def decimals(self) -> int:
+        """The decimal digits that every number has."""
+        return int(self.digits * math.log10(2))
 
     @property
     def largest(self) -> float:
@@ -65,3 +71,14 @@ def parse(dtype: DTypeLike) -> np.dtype[Any]:
     if isinstance(dtype, str) and dtype == "bfloat16":
         return BFLOAT16.dtype
     return np.dtype(dtype)
+
+
+def count_digits(ulps: NDArray[Any], results: NDArray[Any]) -> int:
+    """Return the correct decimal digits of the worst of some results, relative to the largest, given errors in ulp."""
+    most, sizes = format_of(results.dtype).decimals, np.abs(results)
+    if ulps.max(initial=0.0) <= 0.5:
+        return most
+    with np.errstate(all="ignore"):
+        worst = (ulps * np.spacing(sizes).astype(float)).max() / sizes.astype(float).max()
+        # NaN has no digit.
+        return int(np.nan_to_num(-np.log10(worst)).clip(0, most))

@@ -65,15 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     # The package refuses the user's input in its own words.
     with parts.refusing(TypeError, ValueError):
         problem, origin = _read(arguments)
-        results, backend = problem.compute()
+        results = problem.compute()
     if msg := _objection(problem):
         raise parts.InputError(msg)
     write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
     x, kind = problem.x, ", RMS norm" * (problem.kind == "rms")
     about = f"{source}: x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}"
     about += f"; {origin}" * (not is_bundled)
-    told = story.tell(problem, results, backend, about)
-    _print(told, arguments.verbose)
+    told = story.tell(problem, results, about, verbose=arguments.verbose)
+    _print(told)
     if html:
         title = f"{'RMS' if kind else 'Layer'} normalization of {source}"
         write_whole(html, lambda file: file.write(page.make_page(title, told)))
@@ -82,11 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if told.passed else parts.EXIT_FAILED
 
 
-def _print(told: story.Story, verbose: bool) -> None:
+def _print(told: story.Story) -> None:
     """Print the verdict and each part: its name, its sentences and its table beside that."""
     width = min(_WIDTH, parts.width())
     parts.print_lines(bold="\n".join(filled(told.verdict, width)))
-    for part in (*told.parts, *told.more * verbose):
+    for part in told.parts:
         lines = [line for text in part.text for line in filled(text, width - 10)]
         lines += columns(part.table)
         for name, line in zip([part.name, *[""] * (len(lines) - 1)], lines, strict=True):
@@ -151,7 +151,7 @@ def _compare_digests() -> int:
     """Print the digests of y, dx, dgamma and dbeta of every fixed input, and whether they are right."""
     differ, published = 0, published_digests()
     for name, case in digest_inputs().items():
-        digests = tuple(map(digest, Problem(*case, "nearest", "layer").compute()[0].values()))
+        digests = tuple(map(digest, Problem(*case, "nearest", "layer").compute().values()))
         differ += digests != published[name]
         parts.print_lines(" ".join((f"{name:27}", *digests)))
     verdict = f"{differ} LINES DIFFER from those published." if differ else "All are as published."

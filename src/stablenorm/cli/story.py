@@ -1,26 +1,23 @@
-"""The story of one norm: what was computed, how fast, how exact; each figure is measured here and now."""
+"""The story of one norm: how fast, how exact, on harder data too; each figure is measured here and now."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from shutil import which
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm import timing
 from stablenorm.api import FUNCTIONS
-from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
-from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
-from stablenorm.formats import format_of
+from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.cost import count_cost, count_kept
+from stablenorm.formats import count_digits
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
-from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.text import number, quantity, shape_text
+from stablenorm.testing.plain import harder_rows, plain_backward, plain_forward
+from stablenorm.text import number, quantity
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array
 
@@ -32,22 +29,17 @@ NORMS: dict[str, Any] = {
 # The promises of each rounding.
 _CONTRACTS = {
     "fast": "within 0.501 ulp",
-    "nearest": "none misrounded",
     "fast float64": "within 0.501 ulp, dx 0.75, dgamma and dbeta 0.51",
+    "nearest": "none misrounded",
 }
 # The oracle takes about a second for these, at 5 to 15 us an element and output.
 _ORACLE_ELEMENTS = 50_000
+# Four times these, for y alone, take half a second.
+_HARDER_ELEMENTS = 8_000
 # The gradient check calls the forward 500 times, at 0.15 us an element.
 _CHECK_ELEMENTS = 4_096
-# Elements of the harder data: four columns of them take the oracle half a second.
-_HARDER_ELEMENTS = 8_000
-# Elements to be timed: plain NumPy takes 0.1 s for them.
+# Plain NumPy takes 0.1 s for these.
 _TIMED_ELEMENTS = 2**20
-# y, dx and, where there are parameters, dgamma and dbeta.
-_Results = dict[str, Array]
-OURS, PLAIN, ONE_PASS = "stablenorm", "plain NumPy", "E[x^2] - E[x]^2"
-
-
 _KERNEL = "fused CPU kernel"
 _FUSED = (
     "each way is one kernel that moves every array once between memory and caches; how, and for a GPU: "
@@ -59,20 +51,18 @@ class Part(NamedTuple):
     """A part of the story: its name, its sentences, and a table of cells with the heads first."""
 
     name: str
-    text: tuple[str, ...]
-    table: Sequence[tuple[str, ...]] = ()
+    text: Sequence[str]
+    table: Sequence[Sequence[str]] = ()
 
 
 class Story(NamedTuple):
-    """The verdict, the parts, what --verbose adds, and what the page draws."""
+    """The verdict and the parts; for the pictures errors in ulp by output, and digits by method."""
 
-    verdict: str
     passed: bool
+    verdict: str
     parts: list[Part]
-    more: list[Part]
-    # By output, errors in ulp of ours and of plain NumPy; by column and method, correct digits.
-    errors: dict[str, tuple[Array, Array]]
-    harder: dict[str, dict[str, int]]
+    errors: dict[str, dict[str, Array]]
+    digits: dict[str, list[int]]
 
 
 class Problem(NamedTuple):
@@ -86,11 +76,16 @@ class Problem(NamedTuple):
     rounding: str
     kind: str
 
-    def compute(self) -> tuple[_Results, str]:
-        """Return y, dx and, where there are parameters, their gradients; and the backend."""
-        forward, backward, *_ = NORMS[self.kind]
-        y, cache = forward(*self[:4], rounding=self.rounding)
-        return _named(y, *backward(self.dy, cache)), cache.backend
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """Return y of these rows, and the cache."""
+        forward, *_ = NORMS[self.kind]
+        done: tuple[Array, Any] = forward(x, *self[1:4], rounding=self.rounding)
+        return done
+
+    def compute(self) -> dict[str, Array]:
+        """Return y, dx and, where there are parameters, their gradients."""
+        y, cache = self.forward(self.x)
+        return named(y, NORMS[self.kind][1](self.dy, cache))
 
     def sample(self, elements: int) -> tuple[Problem, Array]:
         """Return a problem of so many elements, and its rows: evenly spaced, the first and the last included."""
@@ -100,225 +95,143 @@ class Problem(NamedTuple):
         return self._replace(x=x[rows], dy=dy[rows]), rows
 
 
-def _named(*results: Array | None) -> _Results:
-    names = zip(("y", "dx", "dgamma", "dbeta"), results, strict=True)
-    return {name: array for name, array in names if array is not None}
+def named(y: Array, gradients: Sequence[Array | None]) -> dict[str, Array]:
+    """Return the outputs that there are by name."""
+    both = zip(("y", "dx", "dgamma", "dbeta"), (y, *gradients), strict=True)
+    return {name: array for name, array in both if array is not None}
 
 
-def tell(problem: Problem, results: _Results, backend: str, about: str) -> Story:
-    """Measure and judge a norm whose results are these, of this backend."""
-    threads = get_num_threads()
-    kernels = "C++ kernels" if backend == "native" else f"the backend {backend!r}"
-    about += f"; on {kernels}, {threads} thread{'s' * (threads != 1)}, rounding {problem.rounding!r}"
-    passed, accuracy, errors = _judge(problem, results)
-    harder = _measure_harder(problem)
+def tell(problem: Problem, results: dict[str, Array], about: str, *, verbose: bool) -> Story:
+    """Measure and judge a norm whose results are these."""
+    threads, (right, errors) = get_num_threads(), _judge(problem, results)
+    harder, digits = _try_harder(problem)
     verdict, gradients = _check(problem, results)
-    timed, copied = _time(problem)
+    kernels = {"native": "C++ kernels"}.get(timing.usable_backends()[-1], "NumPy, without kernels")
+    about += f"; {kernels}, {threads} thread{'s' * (threads != 1)}, rounding {problem.rounding}"
+    times, costs = _measure(problem)
     parts = [
-        Part("data", (about,)),
-        Part("time", timed),
-        accuracy,
-        _show_harder(problem, harder),
-        Part("gradients", gradients if verdict == "FAIL" else gradients[:1]),
-        _count(problem, copied),
-        Part("fused", (_FUSED,)),
+        Part("data", [about]),
+        times,
+        right,
+        harder,
+        Part("gradients", gradients if verbose or verdict == "FAIL" else gradients[:1]),
+        costs,
+        Part("fused", [_FUSED]),
         Part("next", _next_commands()),
     ]
-    more = [Part("gradient check", gradients[1:]), _count_programs(problem)]
-    wrong = ["the accuracy"] * (not passed) + ["the gradients"] * (verdict == "FAIL")
-    if wrong:
-        words = f"FAIL: {' and '.join(wrong)} of {', '.join(results)} did not pass."
-    else:
-        end = {"PASS": ", and the gradients are right."}.get(verdict, "; the gradients were not judged.")
-        limit = _CONTRACTS.get(f"{problem.rounding} {problem.x.dtype}", _CONTRACTS[problem.rounding])
-        words = f"PASS: {', '.join(results)} are as exact as promised ({limit}){end}"
-    return Story(words, not wrong, parts, more, errors, harder)
+    passed = verdict != "FAIL" and not any("FAIL" in row for row in right.table)
+    limit = _CONTRACTS.get(f"{problem.rounding} {problem.x.dtype}", _CONTRACTS[problem.rounding])
+    end = {"PASS": ", and the gradients are right", "FAIL": ""}.get(verdict, "; no gradient was judged")
+    words = f"PASS: {', '.join(results)} are as exact as promised ({limit}){end}."
+    return Story(passed, words if passed else "A CHECK FAILED.", parts, errors, digits)
 
 
-def _time(problem: Problem) -> tuple[tuple[str, ...], str]:
-    """Time both directions, plain NumPy and a copy of x in turns; return sentences, and the time of the copy."""
+def _measure(problem: Problem) -> list[Part]:
+    """Time both directions, plain NumPy and a copy in turns; count operations and bytes."""
     part, _ = problem.sample(_TIMED_ELEMENTS)
-    x, gamma, beta, eps, dy, rounding, kind = part
-    forward, backward, *_ = NORMS[kind]
-    cache, plain_cache = (f(x, gamma, beta, eps, **more)[1] for f, more in
-                          ((forward, {"rounding": rounding}), (plain_forward, {"kind": kind})))  # fmt: skip
+    plain = timing.make_plain(part, part.kind)
     calls = {
-        "forward": partial(forward, x, gamma, beta, eps, rounding=rounding),
-        "backward": partial(backward, dy, cache),
-        "plain forward": partial(plain_forward, x, gamma, beta, eps, kind),
-        "plain backward": partial(plain_backward, dy, plain_cache, kind),
-        "copy": partial(np.copyto, np.empty_like(x), x),
+        "forward": partial(part.forward, part.x),
+        "backward": partial(NORMS[part.kind][1], part.dy, part.forward(part.x)[1]),
+        **{f"plain {way}": call for way, call in plain.items()},
+        "copy": partial(np.copyto, np.empty_like(part.x), part.x),
     }
     took = {k: t.median for k, t in timing.measure_interleaved(calls, rounds=7, limit=1).items()}
-    texts = [
-        f"{way} {quantity(took[way], 's')}, plain NumPy {quantity(took[f'plain {way}'], 's')} "
-        f"({took[f'plain {way}'] / took[way]:.2g} times as long)"
-        for way in timing.PASSES
+    kind, (rows, n), dtype, times, counted = part.kind, part.x.shape, part.x.dtype, [], []
+    for way in timing.PASSES:
+        one, other = took[way], took[f"plain {way}"]
+        times.append(f"{way} {quantity(one, 's')}, plain NumPy {quantity(other, 's')}: {other / one:.2g} times as long")
+        flops, moved, _ = (v / part.x.size for v in count_cost(_KERNEL, way, (rows, n), dtype, kind))
+        counted.append(f"{way} {number(flops)} flops and {number(moved)} bytes an element")
+    ours, _, theirs, _ = count_kept((rows, n), dtype, kind).values()
+    counted += [
+        f"a copy of x, {2 * part.x.itemsize} bytes an element, takes {quantity(took['copy'], 's')}",
+        f"kept for the backward: {quantity(ours, 'B')} and x, by plain NumPy {quantity(theirs, 'B')}",
     ]
-    of = "" if x.size == problem.x.size else f", on {len(x)} rows"
-    return (f"{'; '.join(texts)}{of}",), f"{quantity(took['copy'], 's')}{of}"
+    on = f" ({rows} of the rows)" * (part.x.size < problem.x.size)
+    return [Part("time", ["; ".join(times) + on]), Part("cost", ["; ".join(counted) + on])]
 
 
-def _judge(problem: Problem, results: _Results) -> tuple[bool, Part, dict[str, tuple[Array, Array]]]:
-    """Return whether the outputs keep the contract, a table of their errors, and these in ulp."""
+def _judge(problem: Problem, results: dict[str, Array]) -> tuple[Part, dict[str, dict[str, Array]]]:
+    """Compare the outputs with the exact ones; return a table, and the errors in ulp."""
     part, sample = problem.sample(_ORACLE_ELEMENTS)
     *inputs, rounding, kind = part
     rows = problem.x.size // part.x.shape[1]
     # dgamma and dbeta are sums over all rows, so a sample of rows has sums of its own.
-    judged = results if len(sample) == rows else part.compute()[0]
+    judged = results if len(sample) == rows else part.compute()
     judged = judged | {name: results[name].reshape(rows, -1)[sample] for name in ("y", "dx")}
     exact = NORMS[kind][2](*inputs)
-    contract, ours = exact.check_contract(**judged), exact.ulp_errors(**judged)
     y, cache = plain_forward(*part[:4], kind)
-    plain = _named(y, *plain_backward(part.dy, cache, kind))
-    plain = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
-    most = most_digits(problem.x.dtype)
-    cells, all_passed = [("", f"digits of {most}", "plain NumPy", "ulp", "plain NumPy", "misrounded", "contract")], True
+    plain = named(y, plain_backward(part.dy, cache, kind))
+    contract, ours = exact.check_contract(**judged), exact.ulp_errors(**judged)
+    theirs = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
+    heads = "", "digits", "plain NumPy", "ulp", "plain NumPy", "misrounded", "contract"
+    table, errors = [heads], {}
     for name, array in judged.items():
-        wrong, total = round(contract[name].misrounded * ours[name].size), ours[name].size
+        errors[name] = {"stablenorm": ours[name], "plain NumPy": theirs[name]}
+        digits = (str(count_digits(error, array)) for error in errors[name].values())
+        worst, worst_plain = (error.max(initial=0.0) for error in errors[name].values())
+        wrong = round(contract[name].misrounded * array.size)
         passed = contract[name].passed and (rounding == "fast" or not wrong)
-        all_passed &= passed
-        both = ours[name], plain[name]
-        digits = (str(count_digits(ulps, array)) for ulps in both)
-        worst, worst_plain = (ulps.max(initial=0.0) for ulps in both)
-        errors = f"{worst:.3f}", number(worst_plain), f"{wrong} of {total}"
-        cells.append((name, *digits, *errors, "PASS" if passed else "FAIL"))
+        cells = f"{worst:.3f}", number(worst_plain), f"{wrong} of {array.size}"
+        table.append((name, *digits, *cells, "PASS" if passed else "FAIL"))
     which = "all" if len(sample) == rows else f"{len(sample)} of"
     text = (
         f"the worst element of each output, against exact integers on {which} {rows} rows; digits are "
         "relative to the largest element; an ulp is the last place of the element itself, so that near "
-        "0 many ulp may be off while the digits are there",
+        "0 many ulp may be off while the digits are there"
     )
-    return all_passed, Part("right?", text, cells), {n: (ours[n], plain[n]) for n in judged}
+    return Part("right?", [text], table), errors
 
 
-def most_digits(dtype: Any) -> int:
-    """Return the decimal digits that a dtype holds."""
-    return int(format_of(dtype).digits * math.log10(2))
-
-
-def count_digits(ulps: Array, like: Array) -> int:
-    """Return the correct digits of the worst element, relative to the largest; `like` is nearly exact."""
-    most = most_digits(like.dtype)
-    if ulps.max(initial=0.0) <= 0.5:
-        return most
-    size = np.abs(like)
-    with np.errstate(all="ignore"):
-        error = (ulps * np.spacing(size).astype(float)).max() / size.max().astype(float)
-        # NaN, too, has no digit.
-        return int(np.nan_to_num(-np.log10(error)).clip(0, most))
-
-
-def _measure_harder(problem: Problem) -> dict[str, dict[str, int]]:
-    """Return by column the digits of y that methods keep: rows of std 1 with a mean, or larger ones for RMS norm."""
+def _try_harder(problem: Problem) -> tuple[Part, dict[str, list[int]]]:
+    """Return the digits of y that methods keep on harder copies of the rows."""
     part, _ = problem.sample(_HARDER_ELEMENTS)
-    x, gamma, beta, eps, _, rounding, kind = part
-    wide, is_layer = x.astype(float), kind == "layer"
-    with np.errstate(all="ignore"):
-        wide = wide - is_layer * wide.mean(axis=1, keepdims=True)
-        wide = wide / np.sqrt((wide * wide).mean(axis=1, keepdims=True))
-    # A row of std 0 stays constant.
-    wide = np.nan_to_num(wide, posinf=0.0, neginf=0.0)
-    found = {}
-    for power in (0, 2, 4, 6) if is_layer else (0, 10, 20, 30):
-        with np.errstate(all="ignore"):
-            hard = (wide + (power > 0) * 10.0**power if is_layer else wide * 10.0**power).astype(x.dtype)
-        if not np.isfinite(hard).all():
-            continue
-        y = NORMS[kind][0](hard, gamma, beta, eps, rounding=rounding)[0]
-        tried = {OURS: y, PLAIN: plain_forward(hard, gamma, beta, eps, kind)[0]}
-        if is_layer:
-            tried[ONE_PASS] = _one_pass(hard, gamma, beta, eps)
-        exact = NORMS[kind][2](hard, gamma, beta, eps)
-        name = f"{'mean' if is_layer else 'size'} {10**power * (power > 0 or not is_layer):{',' if power < 9 else '.0e'}}"
-        found[name.replace(",", " ")] = {
-            method: count_digits(exact.ulp_errors(y=array)["y"], y) for method, array in tried.items()
-        }
-    return found
+    kind, copies = part.kind, harder_rows(part.x, part.kind)
+    methods = {
+        "stablenorm": lambda x: part.forward(x)[0],
+        "plain NumPy": lambda x: plain_forward(x, *part[1:4], kind)[0],
+        "E[x^2] - E[x]^2": lambda x: plain_forward(x, *part[1:4], "one-pass")[0],
+    }
+    if kind == "rms":
+        methods.popitem()
+    digits: dict[str, list[int]] = {method: [] for method in methods}
+    for x in copies.values():
+        exact = NORMS[kind][2](x, *part[1:4])
+        for method, compute in methods.items():
+            y = compute(x)
+            digits[method].append(count_digits(exact.ulp_errors(y=y)["y"], y))
+    what = "mean" if kind == "layer" else "size"
+    table = [(what, *copies), *((method, *map(str, kept)) for method, kept in digits.items())]
+    return Part("harder", [f"digits of y left on the same rows, with std 1 and such a {what}"], table), digits
 
 
-def _one_pass(x: Array, gamma: Array | None, beta: Array | None, eps: float) -> Array:
-    """Return y by E[x^2] - E[x]^2, in the precision of `plain_forward`."""
-    with np.errstate(all="ignore"):
-        wide = x.astype(np.result_type(x, np.float32))
-        mean = wide.mean(axis=-1, keepdims=True)
-        var = (wide * wide).mean(axis=-1, keepdims=True) - mean * mean
-        y = (wide - mean) / np.sqrt(var + wide.dtype.type(eps))
-        y = y * (1 if gamma is None else gamma) + (0 if beta is None else beta)
-        return y.astype(x.dtype)
-
-
-def _show_harder(problem: Problem, harder: dict[str, dict[str, int]]) -> Part:
-    """Return the digits as a table: a line for each method."""
-    change = "scaled to std 1, with a mean" if problem.kind == "layer" else "scaled to such a size"
-    methods = next(iter(harder.values()), {})
-    rows = [(name, *(str(column[name]) for column in harder.values())) for name in methods]
-    return Part("harder", (f"digits of y left on the same rows, {change}",), [("", *harder), *rows])
-
-
-def _check(problem: Problem, results: _Results) -> tuple[str, tuple[str, ...]]:
-    """Check gradients by finite differences and the closed form; return the verdict, a sentence and the report."""
+def _check(problem: Problem, results: dict[str, Array]) -> tuple[str, list[str]]:
+    """Check gradients by finite differences and the closed form; return the verdict, a sentence, the report."""
     if not all(np.isfinite(array).all() for array in results.values()):
-        return "INCONCLUSIVE", ("not checked: an output overflows, and nothing can be compared",)
-    forward, backward, _, check = NORMS[problem.kind]
-    forward = partial(forward, rounding=problem.rounding)
+        return "", ["not checked: an output overflows, and nothing can be compared"]
     # Use float64: its finite differences show the smallest errors.
     sample = problem.sample(_CHECK_ELEMENTS)[0][:3]
     arrays = (None if array is None else array.astype(np.float64) for array in sample)
-    report: GradientReport = check(forward, backward, *arrays, problem.eps, rng=0)
+    forward, backward, _, check = NORMS[problem.kind]
+    forward = partial(forward, rounding=problem.rounding)
+    report = check(forward, backward, *arrays, problem.eps, rng=0)
     text = (
         f"{report.verdict}: finite differences in float64, on {len(sample[0])} rows, would have seen an "
         f"error of {report.resolution:.0e} of a gradient"
     )
-    return report.verdict, (text, *str(report).splitlines())
+    return report.verdict, [text, *str(report).splitlines()]
 
 
-def _count(problem: Problem, copied: str) -> Part:
-    """Return flops, bytes and what is kept."""
-    n, dtype, kind = problem.x.shape[-1], str(problem.x.dtype), problem.kind
-    rows = problem.x.size // n
-    costs = [count_cost(_KERNEL, way, (rows, n), dtype, kind) for way in DIRECTIONS]
-    each = [
-        f"{way} {number(cost.flops / (rows * n))} flops and {number(cost.moved / (rows * n))} bytes"
-        for way, cost in zip(DIRECTIONS, costs, strict=True)
-    ]
-    ours, _, plain, _ = count_kept((rows, n), dtype, kind).values()
-    text = (
-        f"{', '.join(each)} an element; a copy of x, of {2 * problem.x.itemsize} bytes an element, takes "
-        f"{copied} here; kept for the backward beside x: {quantity(ours, 'B')}, by plain NumPy "
-        f"{quantity(plain, 'B')}",
-    )
-    return Part("cost", text)
-
-
-def _count_programs(problem: Problem) -> Part:
-    """Return flops and bytes of three programs."""
-    n, dtype, kind = problem.x.shape[-1], str(problem.x.dtype), problem.kind
-    rows = problem.x.size // n
-    cells = [("", "flops per element", "bytes moved per element", "held")]
-    for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
-        cost = count_cost(program, direction, (rows, n), dtype, kind)
-        per_element = (number(count / (rows * n)) for count in (cost.flops, cost.moved))
-        cells.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
-    text = (
-        "counted by formulas: + - * / and square roots, a fused multiply-add is two; bytes to and from "
-        "memory if the arrays exceed the caches; held: new bytes at the worst moment, results included"
-    )
-    return Part("programs", (text,), cells)
-
-
-def _next_commands() -> tuple[str, ...]:
-    """Return three commands, as this one was called."""
-    there, called = which("stablenorm"), sys.argv[0]
-    if Path(called).stem != "stablenorm" or (there and Path(there).samefile(called)):
-        called = "stablenorm"
+def _next_commands() -> list[str]:
+    """Return three commands, called as this one was."""
+    # A command that is found on the path has an absolute name.
+    called = "stablenorm" if Path(sys.argv[0]).is_absolute() else sys.argv[0]
     example = Path("examples", "my_norm.py")
-    code = example if example.exists() else "my_norm.py"
     commands = {
-        f"check {code}": "your code" + "; here is a mistake" * example.exists(),
-        "run x.npy": "your data: np.save('x.npy', x)",
-        "diagnose x.npy": "what others lose on it",
+        f"{called} check {example if example.exists() else example.name}": "your code",
+        f"{called} run x.npy": "your data: np.save('x.npy', x)",
+        f"{called} diagnose x.npy": "what others lose on it",
     }
-    rows = [(f"{called} {command}", f"# {what}") for command, what in commands.items()]
-    longest = max(len(command) for command, _ in rows)
-    return tuple(f"{command:{longest}}  {what}" for command, what in rows)
+    longest = max(map(len, commands))
+    return [f"{command:{longest}}  # {what}" for command, what in commands.items()]
