@@ -106,7 +106,7 @@ def tell(problem: Problem, results: dict[str, Array], about: str, *, verbose: bo
     threads, (right, errors) = get_num_threads(), _judge(problem, results)
     harder, digits = _try_harder(problem)
     verdict, gradients = _check(problem, results)
-    kernels = {"native": "C++ kernels"}.get(timing.usable_backends()[-1], "NumPy, without kernels")
+    kernels = "C++ kernels" if "native" in timing.usable_backends() else "no kernels"
     about += f"; {kernels}, {threads} thread{'s' * (threads != 1)}, rounding {problem.rounding}"
     times, costs = _measure(problem)
     parts = [
