@@ -60,8 +60,6 @@ def check_dtype(name: str, array: NDArray[Any]) -> None:
         cure = (
             f"; pass np.asarray({name}, np.{known[kind]})" if is_argument and kind in known else ""
         )
-        if cure and name == "gamma" and array.ndim < 2 and array.size < 4 and kind not in "gO":
-            cure += ". If it is PyTorch's normalized_shape, leave it out: axis= takes its place"
         msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{cure}"
         raise TypeError(msg)
 

@@ -81,6 +81,7 @@ def _reworded(
     may_be_plain = type(x) is np.ndarray and x.ndim > 0 and where is None
     if not may_be_plain or normalize_axes(axis, x.ndim) != (x.ndim - 1,):
         return None
+    checks.refuse_misplaced(norm)
     if type(norm.eps) is not float:
         norm = norm._replace(eps=check_eps(norm.eps))
     if type(norm.gamma_offset) is not float:
