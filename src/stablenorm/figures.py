@@ -18,16 +18,22 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_lines(title: str, lines: Mapping[str, tuple[Any, Any]], **axes_settings: Any) -> str:
-    """Draw named lines, each its x and y, as SVG whose text stays text and whose black is the page's color."""
-    figure, styles = new_figure(5, 3), ("-", "--", "-.")
-    axes = figure.subplots()
+def draw_lines(title: str, lines: Mapping[str, tuple[Any, Any]], **settings: Any) -> Any:
+    """Return a figure of named lines, each its x and y, which differ by dashes as well as by colors."""
+    figure = new_figure(5, 3)
+    axes, styles = figure.subplots(), ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)))
     for (name, both), color, style in zip(lines.items(), COLORS, styles, strict=False):
-        axes.plot(*both, style, color=color, lw=2, label=name)
-    axes.set(title=title, **axes_settings)
+        axes.plot(*both, ls=style, color=color, lw=2, label=name)
+    axes.set_title(title, parse_math=False)
+    axes.set(**settings)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
-    import matplotlib as mpl  # noqa: PLC0415  # `new_figure` says if it is not there
+    return figure
+
+
+def as_svg(figure: Any) -> str:
+    """Return a figure as SVG for a page: its text stays text, its black is the color of the page's text."""
+    import matplotlib as mpl  # noqa: PLC0415  # whoever has a figure has it
 
     file = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none"}):

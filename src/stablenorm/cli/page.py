@@ -7,7 +7,7 @@ import numpy as np
 
 from stablenorm.cli import parts
 from stablenorm.cli.story import Story
-from stablenorm.figures import draw_lines
+from stablenorm.figures import as_svg, draw_lines
 from stablenorm.text import printable
 from stablenorm.types import Array
 
@@ -24,7 +24,7 @@ def make_page(title: str, told: Story) -> bytes:
     axes = {"xlabel": columns[0], "ylabel": "correct digits", "ylim": (-0.2, None)}
     pictures = {
         "right?": [_draw_errors(*item) for item in told.errors.items()],
-        "harder": [draw_lines("y on harder data", kept, **axes)],
+        "harder": [as_svg(draw_lines("y on harder data", kept, **axes))],
     }
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by stablenorm run --html: {origin}"
     words = {"title": printable(title), "made": made, "pictures": pictures}
@@ -39,4 +39,5 @@ def _draw_errors(name: str, errors: dict[str, Array]) -> str:
         drawn = np.nan_to_num(error, nan=np.inf, posinf=np.inf).clip(1e-3)
         lines[method] = np.quantile(drawn, 1 - shares, method="higher"), 100 * shares
     scales = {"xscale": "log", "yscale": "log", "xlim": (1e-3, None)}
-    return draw_lines(name, lines, **scales, xlabel="error, ulp", ylabel="% of elements")
+    figure = draw_lines(name, lines, **scales, xlabel="error, ulp", ylabel="% of elements")
+    return as_svg(figure)

@@ -5,6 +5,8 @@ import importlib.util
 import math
 import os
 import platform
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -56,7 +58,7 @@ def check_outputs(options: dict[str, Any]) -> None:
     """Refuse to write over a file that is read, whatever its name there."""
     path = options.get("file", BUNDLED)
     inputs = [file for file in (path, *path.glob("*.npy")) if file.exists()]
-    for name in ("out", "html", "json", "plot"):
+    for name in ("out", "html", "json"):
         file = options.get(name)
         if file and file.exists() and any(map(file.samefile, inputs)):
             msg = f"--{name} must not be the file that is read, got {file}"
@@ -99,7 +101,7 @@ def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
         """Refuse a file that could not be written or drawn, before any work is done for it."""
         # Absolute now: the user's code may change the directory.
         path = Path(text).absolute()
-        needed = {"--html": ("matplotlib", "jinja2"), "--plot": ("matplotlib",)}.get(name, ())
+        needed = ("matplotlib", "jinja2") if name == "--html" else ()
         missing = [module for module in needed if importlib.util.find_spec(module) is None]
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
@@ -136,8 +138,19 @@ TABLE: dict[str, dict[str, Any]] = {
     "--out": _new_file("--out", ".npz"),
     "--html": _new_file("--html", ".html", ".htm"),
     "--json": _new_file("--json", ".json"),
-    "--plot": _new_file("--plot", ".png", ".svg", ".pdf"),
 }
+
+
+def progress(what: str) -> Callable[[int, int], None]:
+    """Return a function that draws a bar on a terminal, from the second second on, and clears it at the end."""
+    begin = time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        if time.perf_counter() > begin + 1 and sys.stderr and sys.stderr.isatty():
+            bar = f"{what} [{30 * done // total * '#':30}]" * (done < total)
+            print(bar, end="\x1b[K\r", file=sys.stderr, flush=True)
+
+    return show
 
 
 def origin() -> dict[str, Any]:

@@ -165,7 +165,7 @@ def _judge(problem: Problem, results: dict[str, Array]) -> tuple[Part, dict[str,
     plain = named(y, plain_backward(part.dy, cache, kind))
     contract, ours = exact.check_contract(**judged), exact.ulp_errors(**judged)
     theirs = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
-    heads = "", "digits", "plain NumPy", "ulp", "plain NumPy", "misrounded", "contract"
+    heads = "", "contract", "digits", "plain NumPy", "ulp", "plain NumPy", "misrounded"
     table, errors = [heads], {}
     for name, array in judged.items():
         errors[name] = {"stablenorm": ours[name], "plain NumPy": theirs[name]}
@@ -174,7 +174,7 @@ def _judge(problem: Problem, results: dict[str, Array]) -> tuple[Part, dict[str,
         wrong = round(contract[name].misrounded * array.size)
         passed = contract[name].passed and (rounding == "fast" or not wrong)
         cells = f"{worst:.3f}", number(worst_plain), f"{wrong} of {array.size}"
-        table.append((name, *digits, *cells, "PASS" if passed else "FAIL"))
+        table.append((name, "PASS" if passed else "FAIL", *digits, *cells))
     which = "all" if len(sample) == rows else f"{len(sample)} of"
     text = (
         f"the worst element of each output, against exact integers on {which} {rows} rows; digits are "
