@@ -30,12 +30,14 @@ class Member(NamedTuple):
     like: Array
     read: Callable[[], Array]
 
-    def load(self, shape: tuple[int, ...] | None = None, arrays: int = 1, column: int = 0) -> Array:
+    def load(
+        self, shape: tuple[int, ...] | None = None, arrays: int = 1, row: int = 0, column: int = 0
+    ) -> Array:
         """
         Read the array, in the byte order of this machine; refuse another shape than `shape`.
 
-        Refuse it as well if memory is too small for `arrays` of its size, for `column` bytes an element
-        of the last axis, and for the 150 bytes a row that `diagnose` takes (measured).
+        Refuse it as well if memory is too small for `arrays` of its size, `row` bytes a row, and `column`
+        bytes an element of the last axis.
         """
         # Check the header before the data is read: a small archive can hold gigabytes of zeros.
         label, like, read = self
@@ -54,7 +56,7 @@ class Member(NamedTuple):
             msg = f"{label} must have at least one axis, got a single number"
             raise InputError(msg)
         rows, n = like[..., :1].size, like.shape[-1]
-        check_memory(arrays * like.nbytes + 160 * rows + column * n)
+        check_memory(arrays * like.nbytes + row * rows + column * n)
         with _whole(label):
             # NumPy saves bfloat16 as two raw bytes per element.
             array = read().view(like.dtype).reshape(like.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +121,9 @@ def tell(problem: Problem, results: dict[str, Array], about: str, *, verbose: bo
     ]
     passed = verdict != "FAIL" and not any("FAIL" in row for row in right.table)
     limit = _CONTRACTS.get(f"{problem.rounding} {problem.x.dtype}", _CONTRACTS[problem.rounding])
-    end = {"PASS": ", and the gradients are right", "FAIL": ""}.get(verdict, "; no gradient was judged")
+    end = {"PASS": ", and the gradients are right", "FAIL": ""}.get(
+        verdict, "; no gradient was judged"
+    )
     words = f"PASS: {', '.join(results)} are as exact as promised ({limit}){end}."
     return Story(passed, words if passed else "A CHECK FAILED.", parts, errors, digits)
 
@@ -130,7 +132,7 @@ def _measure(problem: Problem) -> list[Part]:
     """Time both directions, plain NumPy and a copy in turns; count operations and bytes."""
     part, _ = problem.sample(_TIMED_ELEMENTS)
     plain = timing.make_plain(part, part.kind)
-    calls = {
+    calls: dict[str, timing.Call] = {
         "forward": partial(part.forward, part.x),
         "backward": partial(NORMS[part.kind][1], part.dy, part.forward(part.x)[1]),
         **{f"plain {way}": call for way, call in plain.items()},
@@ -140,8 +142,12 @@ def _measure(problem: Problem) -> list[Part]:
     kind, (rows, n), dtype, times, counted = part.kind, part.x.shape, part.x.dtype, [], []
     for way in timing.PASSES:
         one, other = took[way], took[f"plain {way}"]
-        times.append(f"{way} {quantity(one, 's')}, plain NumPy {quantity(other, 's')}: {other / one:.2g} times as long")
-        flops, moved, _ = (v / part.x.size for v in count_cost(_KERNEL, way, (rows, n), dtype, kind))
+        times.append(
+            f"{way} {quantity(one, 's')}, plain NumPy {quantity(other, 's')}: {other / one:.2g} times as long"
+        )
+        flops, moved, _ = (
+            v / part.x.size for v in count_cost(_KERNEL, way, (rows, n), dtype, kind)
+        )
         counted.append(f"{way} {number(flops)} flops and {number(moved)} bytes an element")
     ours, _, theirs, _ = count_kept((rows, n), dtype, kind).values()
     counted += [
@@ -166,7 +172,8 @@ def _judge(problem: Problem, results: dict[str, Array]) -> tuple[Part, dict[str,
     contract, ours = exact.check_contract(**judged), exact.ulp_errors(**judged)
     theirs = exact.ulp_errors(**{name: plain[name].astype(a.dtype) for name, a in judged.items()})
     heads = "", "contract", "digits", "plain NumPy", "ulp", "plain NumPy", "misrounded"
-    table, errors = [heads], {}
+    table: list[Sequence[str]] = [heads]
+    errors = {}
     for name, array in judged.items():
         errors[name] = {"stablenorm": ours[name], "plain NumPy": theirs[name]}
         digits = (str(count_digits(error, array)) for error in errors[name].values())
@@ -188,7 +195,7 @@ def _try_harder(problem: Problem) -> tuple[Part, dict[str, list[int]]]:
     """Return the digits of y that methods keep on harder copies of the rows."""
     part, _ = problem.sample(_HARDER_ELEMENTS)
     kind, copies = part.kind, harder_rows(part.x, part.kind)
-    methods = {
+    methods: dict[str, Callable[[Array], Array]] = {
         "stablenorm": lambda x: part.forward(x)[0],
         "plain NumPy": lambda x: plain_forward(x, *part[1:4], kind)[0],
         "E[x^2] - E[x]^2": lambda x: plain_forward(x, *part[1:4], "one-pass")[0],
@@ -203,7 +210,9 @@ def _try_harder(problem: Problem) -> tuple[Part, dict[str, list[int]]]:
             digits[method].append(count_digits(exact.ulp_errors(y=y)["y"], y))
     what = "mean" if kind == "layer" else "size"
     table = [(what, *copies), *((method, *map(str, kept)) for method, kept in digits.items())]
-    return Part("harder", [f"digits of y left on the same rows, with std 1 and such a {what}"], table), digits
+    return Part(
+        "harder", [f"digits of y left on the same rows, with std 1 and such a {what}"], table
+    ), digits
 
 
 def _check(problem: Problem, results: dict[str, Array]) -> tuple[str, list[str]]:

@@ -136,7 +136,11 @@ class Diagnosis:
         """Whether anything is lost, and what to do: one sentence."""
         if not self.worst:
             name = "RMS" if self.kind == "rms" else "layer"
-            return f"nothing is lost: any {name} norm in {_filled('{working}', self.dtype)} will do" if self.summary.rows else "no rows"
+            return (
+                f"nothing is lost: any {name} norm in {_filled('{working}', self.dtype)} will do"
+                if self.summary.rows
+                else "no rows"
+            )
         return self.worst[0].advice
 
     def __repr__(self) -> str:
@@ -271,7 +275,7 @@ def _measure(rows: Array, eps: float, kind: str, progress: Any) -> PerRow:
 def _worst_first(per_row: PerRow) -> list[tuple[int, int]]:
     """Return the rows to be told, those that lose most first: the first of equal rows, and how many there are."""
     # Rows without y lose more than all bits.
-    usual, other = np.where(per_row.marks[:2].any(axis=0), np.inf, np.rint(per_row.lost[:2]))
+    usual, other = np.where(per_row.marks[:2].any(axis=0), 99, np.rint(per_row.lost[:2]))
     rows = np.flatnonzero(np.maximum(usual, other) >= _LOSES)
     # A row with NaN comes before one without variance.
     keys = usual + per_row.marks[0], other, per_row.mean, per_row.std
@@ -301,7 +305,7 @@ def _filled(text: str, dtype: DTypeLike) -> str:
 
 def _describe_row(index: int, count: int, x: Array, per_row: PerRow, kind: str) -> Row:
     """Describe row `index`, with elements `x`, and as many equal ones."""
-    numbers = [float(field[index]) for field in per_row[:3]]
+    mean, std, condition = (float(field[index]) for field in per_row[:3])
     lost = dict(zip(METHODS[kind], per_row.lost[:, index].tolist(), strict=True))
     marks = tuple(compress(SPECIAL, per_row.marks[:, index]))
     who = f"row {index}" + f" (of {count} equal rows)" * (count > 1)
@@ -317,7 +321,7 @@ def _describe_row(index: int, count: int, x: Array, per_row: PerRow, kind: str) 
         cures = {"overflow": "scale the data", "constant": "take a larger eps"}
         cure = next((cures[mark] for mark in marks if mark in cures), "subtract the offset")
         said += f": {cure}, or use stablenorm"
-    return Row(index, *numbers, lost, marks, count, f"{who} {said}")
+    return Row(index, mean, std, condition, lost, marks, count, f"{who} {said}")
 
 
 def _headline(diagnosis: Diagnosis) -> str:

@@ -55,7 +55,9 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
 
 def refuse_misplaced(norm: Norm) -> None:
     """Raise if gamma or beta is what other libraries have in its place: normalized_shape, or eps."""
-    gamma, beta = norm.gamma, norm.beta
+    # Anything may have been given.
+    values: tuple[Any, Any] = norm.gamma, norm.beta
+    gamma, beta = values
     call = f"write {norm.kind}_norm(x, gamma{', beta' * (norm.kind == 'layer')}, eps=1e-5)"
     if all(isinstance(length, int) for length in (gamma if isinstance(gamma, tuple) else (gamma,))):
         msg = f"normalized_shape has no place here, got {gamma}; {call}: axis= names axes"
@@ -197,7 +199,9 @@ def asked_names(wrt: object) -> tuple[str, ...]:
     if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
         named = str(unknown[0])[1:]
         cure = f"; write wrt={named!r}" * (named in NAMES)
-        msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}{cure}"
+        msg = (
+            f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}{cure}"
+        )
         raise ValueError(msg)
     return names
 

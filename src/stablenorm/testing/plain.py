@@ -25,12 +25,14 @@ def plain_forward(
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
-        wide = x.astype(dtype)
-        mean = wide.mean(axis=-1, keepdims=True)
-        centered = wide if kind == "rms" else wide - mean
-        var = (centered**2).mean(axis=-1, keepdims=True)
+        centered = x.astype(dtype)
+        mean = 0 if kind == "rms" else centered.mean(axis=-1, keepdims=True)
         if kind == "one-pass":
-            var = (wide**2).mean(axis=-1, keepdims=True) - mean**2
+            var = (centered**2).mean(axis=-1, keepdims=True) - mean**2
+        if kind != "rms":
+            centered = centered - mean
+        if kind != "one-pass":
+            var = (centered**2).mean(axis=-1, keepdims=True)
         rstd = 1 / np.sqrt(var + dtype(eps))
         xhat = centered * rstd
         y = xhat if gamma is None else gamma.astype(dtype) * xhat
