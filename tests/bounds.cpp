@@ -1,5 +1,5 @@
 // For test_nearest_bounds.py: computes rows by the headers of native/, in pairs and in float64, with the headers' bounds
-// of their errors. The stride between vectors is `apart`; `padded` holds gamma, its low part and beta.
+// of their errors. The stride between vectors is `apart`; `padded` holds gamma and beta.
 #include <vector>
 
 #include "columns.h"
@@ -13,11 +13,9 @@ namespace pairs {
 // Writes y, dx, dgamma and dbeta as high parts, low parts and bounds. Returns the number of rows out of range.
 template <bool LAYER>
 int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps, const double* padded, Index apart, double* y, double* dx, double* sums) {
-    const Parameters parameters = {padded, padded + apart, padded + 2 * apart};
+    const Parameters parameters = {padded, padded + apart};
     Call c;
     c.n = n, c.eps = eps;
-    bool exact = true;
-    for (Index j = 0; j < n; j++) exact = exact && padded[apart + j] == 0;
     Room xhat((size_t)(2 * apart)), over((size_t)(6 * apart));
     int out_of_range = 0;
     for (Index i = 0; i < rows; i++, dy += n, x += n, y += 3 * apart, dx += 3 * apart) {
@@ -30,7 +28,7 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
         bool shift = LAYER && row.m.high != 0;
         Sums along = {};
         (shift ? pull<LAYER, LAYER, true> : pull<LAYER, false, true>)(row, n, parameters, along, 0, xhat.data(), {over.data(), apart, true});
-        finish_means(along, n, &row, 1, exact);
+        finish_means(along, n, &row, 1);
         (shift ? write_dx<LAYER, LAYER, ToPairs> : write_dx<LAYER, false, ToPairs>)(row, {dx, dx + apart, dx + 2 * apart}, n, parameters, xhat.data(), apart);
         for (Index j = 0; j < n; j++) y[2 * apart + j] *= row_bound(n), dx[2 * apart + j] *= row_bound(n) * row.stats.rstd.high;
         if (i % 64 == 63 || i == rows - 1) settle_columns({over.data(), apart, true}, n);
@@ -72,7 +70,7 @@ template <bool LAYER, bool DEEP> void closely(const Call& c, Index n, Index apar
 template <bool LAYER, bool CENTER>
 void by_float64(const float* dy, const float* x, Index rows, Index n, double eps, const double* padded, Index apart, double* y, double* dx, double* sums, double* close) {
     constexpr int Y = Y_OF<f32>;
-    const double *gamma = padded, *beta = padded + 2 * apart, none = 0;
+    const double *gamma = padded, *beta = padded + apart, none = 0;
     Call c;
     c.rms = !LAYER, c.rows = rows, c.n = n, c.eps = eps, c.nearest = true;
     Room words((size_t)(4 * rows)), over((size_t)(4 * apart)), sizes((size_t)apart);
@@ -119,7 +117,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
 // result is uncertified. Writes the bounds of both rows; that of y is a factor of |gamma| + |beta|.
 template <bool LAYER, class To>
 void doubts(const float* dy, const float* x, Index n, const double* padded, Index apart, Errors errors, double* bounds, double* v, To* out, uint8_t* open) {
-    const double *gamma = padded, *beta = padded + 2 * apart;
+    const double *gamma = padded, *beta = padded + apart;
     Call c;
     c.n = n, c.eps = 1e-5, c.nearest = true;
     Stats of;

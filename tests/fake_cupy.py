@@ -68,8 +68,20 @@ class ndarray:  # CuPy's name
     def __setitem__(self, index, value):
         self.host[index] = value.host if isinstance(value, ndarray) else value
 
+    def __len__(self):
+        return len(self.host)
+
+    def __getitem__(self, index):
+        return ndarray(self.host[index], self.device.id)
+
     def get(self):
         return self.host.copy()
+
+    def astype(self, dtype):
+        return ndarray(self.host.astype(dtype), self.device.id)
+
+    def transpose(self, order):
+        return ndarray(self.host.transpose(order), self.device.id)
 
     def view(self):
         return ndarray(self.host.view(), self.device.id)
@@ -90,20 +102,16 @@ def Stream(ptr=0, capturing=False):
 
 
 def make_module():
-    """Return a module to be `cupy`, with a list of the shapes of all copies."""
+    """Return a module to be `cupy`."""
     for cached in (driver._counter, driver.import_cupy, cuda.find_plan):
         cached.cache_clear()
-
-    def ascontiguousarray(array):
-        cupy.copied.append(array.shape)
-        return ndarray(np.ascontiguousarray(array.host), array.device.id)
 
     cupy = types.SimpleNamespace(
         ndarray=ndarray, empty=empty, zeros=lambda *args: ndarray(np.zeros(*args)),
         from_dlpack=lambda value: ndarray(value.__dlpack__().host),
         asarray=lambda value: ndarray(value.host),
-        moveaxis=lambda a, old, new: ndarray(np.moveaxis(a.host, old, new), a.device.id),
-        ascontiguousarray=ascontiguousarray, copied=[], put_device=put_device,
+        ascontiguousarray=lambda a: ndarray(np.ascontiguousarray(a.host), a.device.id),
+        put_device=put_device,
     )  # fmt: skip
     cupy.cuda = types.SimpleNamespace(
         stream=Stream(),

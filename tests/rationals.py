@@ -73,8 +73,7 @@ def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
 
 
 def magnitudes(
-    kind, x, gamma, beta, eps, dy, dsum=0.0, drstd=0.0, tx=0.0, tgamma=0.0, tbeta=0.0,
-    old=(0.0, 0.0),
+    kind, x, gamma, beta, eps, dy, dsum=0.0, tx=0.0, tgamma=0.0, tbeta=0.0, old=(0.0, 0.0)
 ):  # fmt: skip
     """S of the norm's quantities, and of second order with tangents as cotangents, in float64."""
 
@@ -87,11 +86,10 @@ def magnitudes(
     tx = tx + 0 * x
     rstd = 1 / np.sqrt(mean(center(x) ** 2) + eps)
     xhat, g = center(x) * rstd, gamma * dy
-    statistic = np.abs(drstd) * rstd**2 * spread(xhat) / x.shape[1]
     tangent = np.abs(gamma) * projected(tx) + np.abs(tgamma) * spread(xhat) + np.abs(tbeta)
     first = {
         "y": np.abs(gamma) * spread(xhat) + np.abs(beta),
-        "dx": projected(g) + np.abs(dsum) + statistic,
+        "dx": projected(g) + np.abs(dsum),
         "ty": tangent,
         "dgamma": (np.abs(dy) * spread(xhat)).sum(0) + np.abs(old[0]),
         "dbeta": np.abs(dy).sum(0) + np.abs(old[1]),

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from calls import Call, Place, put
 from hypothesis import example, given, settings
-from norms import JUDGES, NORMS, SECOND_ORDER, compute, exactly
+from norms import JUDGES, NORMS, SECOND_ORDER, compute, exactly, is_in_float64
 from rationals import NAMES
 
 import stablenorm as sn
 from stablenorm.backends import BACKENDS
-from stablenorm.functional import plain
-from stablenorm.reference.doubledouble import round_to
+from stablenorm.reference.equations import round_to
 
 f2, bf, f4, f8 = calls.KINDS
 KEPT = "x", "mean", "rstd"
@@ -41,7 +40,7 @@ def as_laid_out(call, made, backend):
     }  # fmt: skip
     parameters = get("gamma"), get("beta"), call.eps
     y, cache = forward(get("x"), *parameters, **options, out=y_out)
-    pulled = {n: made.laid_out[n] for n in ("dsum", "drstd", "dmean") if n in made.arrays}
+    pulled = {n: made.laid_out[n] for n in ("dsum",) if n in made.arrays}
     pulled["accumulate"] = "accumulate" in call.keywords
     if call.apart is not None:
         pulled["sum_axes"] = made.summed
@@ -138,9 +137,7 @@ def assert_same_bits(expected, actual):
 def check(call, backends=tuple(BACKENDS)):
     made, plainly = calls.make(call), {}
     for backend in backends:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plain, "BLOCK", call.block)
-            results = as_laid_out(call, made, backend)
+        results = as_laid_out(call, made, backend)
         sums = {name: made.of_parts(results.pop(name)) for name in SUMS if name in results}
         results = {name: made.in_parts(array) for name, array in results.items()}
         for i in range(len(results["y"])):
@@ -174,24 +171,20 @@ def check(call, backends=tuple(BACKENDS)):
         # Exact arithmetic takes milliseconds a row.
         if not call.infinite() and case[0].size <= 800:
             exact = exactly(case, call.kind, **keywords)
-            for results in plainly.values():
+            for backend, results in plainly.items():
                 first = {name: results[name] for name in ("ty", *NAMES) if name in results}
-                JUDGES[call.rounding](exact, first)
+                JUDGES[call.rounding](exact, first, call, is_in_float64(backend, keywords))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(calls.calls())
-# No test compared statistics of samples along a later axis.
-@example(Call(1, (3, 4, 5), -1, (f4,) * 4, keywords=("statistics",), varying=(1,)))
 # dx of one column is only a residue of rounding g: reversed rows went to the reference, which has another residue.
 @example(Call(1, (5, 1), -1, (f4, f4, f8, f8), outs=(None, Place(gap=8, backwards=True)) * 2))
-# Blocks of copies were merged in another order than rows in place. The next two: integers finish sums of a gamma with
-# an axis of length one.
-@example(Call(1, (20, 3000), 0, (f4, f4, f8, f8), block=1))
+# Integers finish sums of a gamma with an axis of length one.
 @example(Call(13, (1, 8), -1, (f8,) * 4, varying=(0,), hard=True))
 @example(Call(13, (1, 8), -1, (f8,) * 4, varying=(0,), hard=True, rounding="nearest"))
 # Ties, zeros and rows out of range are finished after the kernels: sums must read dy before dx is written over it.
-@example(Call(1, (4, 60), 0, (f8,) * 4, hard=True, block=1, keywords=("accumulate",)))
+@example(Call(1, (4, 60), 0, (f8,) * 4, hard=True, keywords=("accumulate",)))
 @example(Call(2, (60, 2), -1, (f8,) * 4, eps=0.0, hard=True, rounding="nearest"))
 def test_any_call(call):
     check(call)
@@ -227,13 +220,12 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize(("block", "threads"), [(1, 2), (1 << 14, 1)], indirect=["threads"])
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 @pytest.mark.parametrize(("shape", "axis", "dtype", "varying", "hard"), LARGE)
 @pytest.mark.usefixtures("threads")
-def test_large_calls(shape, axis, dtype, varying, hard, rounding, block):
+def test_large_calls(shape, axis, dtype, varying, hard, rounding):
     pytest.importorskip("stablenorm.native", exc_type=ImportError)
-    keywords = ("dsum", "accumulate") if axis == 1 else ()
+    keywords = ("dsum", "accumulate")[: 2 - (rounding == "nearest")] if axis == 1 else ()
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 4
     call = Call(1, shape, axis, dtypes, varying=varying, hard=hard, rounding=rounding)
-    check(call._replace(keywords=keywords, block=block), ["native"])
+    check(call._replace(keywords=keywords), ["native"])

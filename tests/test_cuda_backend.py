@@ -60,7 +60,7 @@ def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng):
 
 
 @needs_shim
-def test_other_axes_are_copied_and_written_back(launches, cupy, rng):
+def test_other_axes_are_copied_and_written_back(launches, rng):
     x, dy = (rng.standard_normal((3, 8, 50)).astype(np.float32) for _ in range(2))
     gamma, beta = rng.standard_normal((2, 3, 50)).astype(np.float32)
     before = x.copy()
@@ -73,31 +73,30 @@ def test_other_axes_are_copied_and_written_back(launches, cupy, rng):
     for targets in (None, out):
         assert_as_on_the_host((x, gamma, beta, dy), place, axis=(0, 2), out=targets)
     assert len(launches) == 4
-    assert cupy.copied.count((8, 3, 50)) == 6
     np.testing.assert_array_equal(x, before)
 
 
-# A view of (9, 140), and the copies of x and dy that it takes.
+# A view of (9, 140), and whether it takes a copy.
 VIEWS = {
-    "columns": (lambda a: a[:, 3:-2], 0),
-    "every other row, backwards": (lambda a: a[::-2, 1:], 0),
-    "one row": (lambda a: a[3:4, 1:], 0),
-    "a new axis": (lambda a: a[:, None, :129], 0),
-    "one row for all": (lambda a: np.broadcast_to(a[0], a.shape), 0),
-    # The backward gathers x again.
-    "gaps within rows": (lambda a: a[:, ::2], 3),
-    "rows backwards within": (lambda a: a[:, ::-1], 3),
+    "columns": (lambda a: a[:, 3:-2], False),
+    "every other row, backwards": (lambda a: a[::-2, 1:], False),
+    "one row": (lambda a: a[3:4, 1:], False),
+    "a new axis": (lambda a: a[:, None, :129], False),
+    "one row for all": (lambda a: np.broadcast_to(a[0], a.shape), False),
+    "gaps within rows": (lambda a: a[:, ::2], True),
+    "rows backwards within": (lambda a: a[:, ::-1], True),
 }
 
 
 @needs_shim
 @pytest.mark.parametrize("view", VIEWS)
-def test_row_strides_need_no_copy_and_gaps_within_rows_do(launches, cupy, rng, view):
-    see, copies = VIEWS[view]
+def test_row_strides_need_no_copy_and_gaps_within_rows_do(launches, rng, view):
+    see, is_copied = VIEWS[view]
     x, dy = rng.standard_normal((2, 9, 140)).astype(np.float32)
     expected, _ = assert_as_on_the_host((see(x), None, None, see(dy)), fake.ndarray)
-    assert len(cupy.copied) == copies
     assert len(launches) == 2
+    for launch in launches:
+        assert (launch.values["x"] != see(x).ctypes.data) == is_copied
     # Results go back, where there are as many elements as places.
     if view != "one row for all":
         out = fake.ndarray(see(np.empty_like(x)))

@@ -57,35 +57,6 @@ def dead_links(path):
     return dead
 
 
-# A figure of time, memory or speed. Code, formulas and text between a script's markers are left out.
-FIGURE = re.compile(
-    r"\b(?:\d[\d.,]*|half|third|quarter|fifth|tenth|twentieth|(?:two|three|four|five|six|ten|hundred|tens of))\s*"
-    r"(?:times (?:as|the|faster|slower|longer)|%|[mu]s\b|[MG]B\b|of (?:the|its) speed)"
-)
-# Pages whose figures nobody measured: bytes by formulas, errors and probabilities by proof, output of
-# examples, sizes to plan with, ranges of formats, constants of a method.
-FIGURES = {
-    "docs/explanation": "complexity error-analysis fusing gradient-checking stability",
-    "docs/how-to": "dask diagnose-your-data half-precision train",
-    "src/stablenorm": "gradients timing",
-}
-
-
-def test_no_figure_is_written_by_hand():
-    sources = [*READ_ON_THE_WEB, *(ROOT / "src" / "stablenorm").rglob("*.py")]
-    handwritten = {}
-    for path in sources:
-        text = path.read_text("utf-8")
-        if path.suffix == ".py":
-            text = "\n".join(re.findall(r'"""(.*?)"""', text, re.DOTALL))
-        text = re.sub(r"(?s)<!-- (\w+):begin -->.*?<!-- \1:end -->|\$[^$]*\$", "", text)
-        text = re.sub(r"(?ms)^```.*?^```", "", text)
-        top = "/".join(path.relative_to(ROOT).parts[:2])
-        if FIGURE.search(text) and top != "docs/evidence":
-            handwritten.setdefault(top, []).append(path.stem)
-    assert {top: " ".join(sorted(names)) for top, names in handwritten.items()} == FIGURES
-
-
 @pytest.mark.parametrize("path", READ_ON_THE_WEB, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_link_of_a_page_is_dead(path):
     assert dead_links(path) == []

@@ -242,7 +242,7 @@ FORWARDS = {
     "rows": {"where": MASK[:, :1]}, "elements": {"where": MASK}, "samples": {"gamma": X},
 }  # fmt: skip
 BACKWARDS = {
-    "plain": {}, "dsum": {"dsum": X[::-1]}, "sum_axes": {"sum_axes": 0}, "dtype": {"dy": X.astype(float) / 3},
+    "plain": {}, "dsum": {"dsum": X[::-1]}, "sum_axes": {"sum_axes": 0}, "dtype": {"dy": (X / 3).astype(np.float16)},
     "accumulate": {"accumulate": True, "out": (None, *FEW)}, "jvp": None, "double backward": None,
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +15,6 @@ from interpreter import python, run_python
 from norms import assert_same, compute
 
 import stablenorm as sn
-from stablenorm import reference
-from stablenorm.functional import operations
-from stablenorm.types import Cache, Gradients, Norm, Statistics
 
 native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
@@ -123,44 +119,6 @@ def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
     np.testing.assert_array_equal(sn.layer_norm_backward(dy, cache, out=(out, None, None)).dx, dx)
 
 
-def refuse(*_, **__):
-    pytest.fail("this call must go to the kernels alone")
-
-
-X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
-SPELLED = [
-    {"axis": (-1,)}, {"beta": X[1:2]}, {"axis": 1}, {"eps": 1}, {"eps": np.float32(1e-3)}, {"gamma_offset": 1},
-    {"residual": X.astype(np.float16)}, {"out": np.empty((12, 8), np.float32)[::-2]},
-]  # fmt: skip
-ASKED = [
-    {"wrt": "x"}, {"wrt": ["beta", "x"]}, {"out": [None, X[0].copy(), None]}, {"dy": np.broadcast_to(X[:1], X.shape)},
-    {"out": (None, X[0].copy(), X[1].copy()), "accumulate": True}, {"dsum": X.astype(np.float16)},
-    {"out": Gradients(np.empty((12, 8), np.float32)[::2], None, None)}, {"dy": X.astype(float)},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("k", range(len(SPELLED)))
-def test_usual_ways_to_write_a_call_reach_the_kernels_at_once(k, monkeypatch):
-    """`wrt="x"` took ten times as long as the tuple of one, and `accumulate` eighty times the plain call."""
-    call, asked = {"x": X, "gamma": X[0], "beta": X[1], **SPELLED[k]}, {"dy": X, **ASKED[k]}
-    monkeypatch.setattr(operations, "run_plain", refuse)
-    monkeypatch.setattr(operations, "run_passes", refuse)
-    _, cache = sn.rms_norm_forward(**call)
-    assert sn.rms_norm_backward(cache=cache, **asked) is not None
-
-
-def test_arrays_that_are_made_plain_never_go_to_the_reference(monkeypatch, tmp_path):
-    y, cache = sn.layer_norm_forward(X, X[0])
-    dx = sn.layer_norm_backward(np.ones_like(X), cache).dx
-    monkeypatch.setattr(reference, "forward", refuse)
-    monkeypatch.setattr(reference, "backward", refuse)
-    out = np.memmap(tmp_path / "y", np.float32, "w+", shape=X.shape)
-    assert sn.layer_norm_forward(X, X[0], out=out)[0] is out
-    assert out.tobytes() == y.tobytes()
-    one = np.broadcast_to(np.float32(1), X.shape)
-    assert sn.layer_norm_backward(one, cache).dx.tobytes() == dx.tobytes()
-
-
 def test_the_instructions_of_the_environment_are_used_or_refused():
     code = "import stablenorm.native"
     for name in native.INSTRUCTIONS:
@@ -182,34 +140,6 @@ def test_a_missing_native_backend_says_so():
     message = run_python(code).stderr.splitlines()[-1]
     assert message.startswith("ImportError: stablenorm's kernels in C++ are not built (")
     assert message.endswith("install a wheel, or a C++17 compiler and then stablenorm")
-
-
-def test_rows_out_of_range_alone_go_to_integers(rng, monkeypatch):
-    """One such row once sent dgamma and dbeta of the whole array to integers, a hundred times slower."""
-    x, dy, gamma, beta = make(rng, 50, 30, ("float64",) * 4)
-    dy[7, 3] = np.inf
-    asked = []
-    write = native.uncertified.write_dx
-    seen = lambda call, rows: asked.append(rows.tolist()) or write(call, rows)
-    monkeypatch.setattr(native.uncertified, "write_dx", seen)
-    for rounding in ("fast", "nearest"):
-        asked.clear()
-        _, cache = sn.layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
-        gradients = sn.layer_norm_backward(dy, cache)
-        ((row, *others),) = asked
-        assert row == 7
-        assert len(others) <= 1
-        _, cache = sn.layer_norm_forward(x, gamma, beta, backend="numpy", rounding=rounding)
-        for one, other in zip(gradients, sn.layer_norm_backward(dy, cache), strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-15)
-
-
-def test_the_kernels_know_the_fields_of_the_records():
-    """The fields have the same names and order on both sides."""
-    source = (NATIVE / "module.cpp").read_text("utf-8")
-    fields = dict(re.findall(r"struct of_(\w+) \{\s*enum \{ (.*?)(?:, fields)? \}", source))
-    records = {"norm": Norm, "cache": Cache, "statistics": Statistics}
-    assert fields == {name: ", ".join(record._fields) for name, record in records.items()}
 
 
 # ---- threads that flush subnormals or round upward ----

@@ -206,6 +206,12 @@ STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
 EPS, OFFSET = 0.25, 0.1
 
 
+def rest_of(gamma):
+    """Return what the sum with the offset loses: it is rounded once, to float64."""
+    exact = rational(gamma) + Fraction(OFFSET)
+    return rational(gamma + OFFSET) - exact
+
+
 def hold_close(exact, name, index, expected):
     assert abs(exact.value(name, index, 400) - expected) < CLOSE
 
@@ -226,27 +232,21 @@ def hold_gradients(exact, loss, **point):
 @pytest.mark.parametrize("kind", NORMS)
 def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng):
     point, tangents, old = draw(rng, (2, 4), float), draw(rng, (2, 4), float), rng.random((2, 4))
-    (*point, dy), (*tangents, dsum), statistics = point, tangents, rng.standard_normal((2, 2, 1))
+    (*point, dy), (*tangents, dsum) = point, tangents
     where = np.array([[True, False, True, True], [True] * 4]) if masked else None
     by_name = dict(zip(("tx", "tgamma", "tbeta"), tangents, strict=True))
-    if kind == "layer":
-        by_name["dmean"] = statistics[0]
-    exact = NORMS[kind][2](
-        *point, EPS, dy, gamma_offset=OFFSET, where=where, dsum=dsum, drstd=statistics[1],
-        accumulate=old, **by_name,
-    )  # fmt: skip
+    options = {"gamma_offset": OFFSET, "where": where, "dsum": dsum, "accumulate": old}
+    exact = NORMS[kind][2](*point, EPS, dy, **options, **by_name)
     masks = [None, None] if where is None else where
-    dy, dsum, old, statistics = map(rational, (dy, dsum, old, statistics))
+    rest, dy, dsum, old = map(rational, (rest_of(point[1]), dy, dsum, old))
 
     def forward(x, gamma, beta):
-        scale = gamma + Fraction(OFFSET)
+        scale = gamma + Fraction(OFFSET) + rest
         return [plain(kind, x[r], scale, beta, Fraction(EPS), masks[r]) for r in range(2)]
 
     def loss(x, gamma, beta):
         total = old[0] @ gamma + old[1] @ beta + (dsum * x).sum()
-        for r, (y, mean, rstd) in enumerate(forward(x, gamma, beta)):
-            total += dy[r] @ y + statistics[0, r, 0] * mean + statistics[1, r, 0] * rstd
-        return total
+        return total + sum(dy[r] @ y for r, (y, *_) in enumerate(forward(x, gamma, beta)))
 
     point, tangents = [rational(v) for v in point], [rational(v) for v in tangents]
     hold_gradients(exact, loss, **dict(zip(("x", "gamma", "beta"), point, strict=True)))
@@ -265,12 +265,12 @@ def test_double_backward_is_the_difference_of_the_backward(kind, rng):
     ddx, ddgamma, ddbeta, _ = draw(rng, (2, 4), float)
     inputs, sums = (ddx, dy, x, gamma, EPS), {"ddgamma": ddgamma, "ddbeta": ddbeta}
     exact = exact_double_backward(*inputs, gamma_offset=OFFSET, kind=kind, **sums)
-    ddx, ddgamma, ddbeta = map(rational, (ddx, ddgamma, ddbeta))
+    rest, ddx, ddgamma, ddbeta = map(rational, (rest_of(gamma), ddx, ddgamma, ddbeta))
 
     def loss(x, gamma, dy):
         total = 0
         for r in range(2):
-            scale = gamma + Fraction(OFFSET)
+            scale = gamma + Fraction(OFFSET) + rest
             dx, dgamma = plain_backward(kind, x[r], scale, Fraction(EPS), dy[r])
             total += ddx[r] @ dx + ddgamma @ dgamma + ddbeta @ dy[r]
         return total
@@ -287,13 +287,11 @@ def test_double_backward_is_the_difference_of_the_backward(kind, rng):
 def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rng):
     x, gamma, beta, dy = draw(rng, (3, 6), np.float64)
     dsum, tx = rng.standard_normal((2, 3, 6))
-    drstd, (tgamma, tbeta, *old) = rng.standard_normal((3, 1)), rng.standard_normal((4, 6))
-    norm = NORMS[kind][2](
-        x, gamma, beta, 1e-5, dy, dsum=dsum, drstd=drstd, accumulate=old, tx=tx, tgamma=tgamma,
-        tbeta=tbeta,
-    )  # fmt: skip
+    tgamma, tbeta, *old = rng.standard_normal((4, 6))
+    options = {"dsum": dsum, "accumulate": old, "tx": tx, "tgamma": tgamma, "tbeta": tbeta}
+    norm = NORMS[kind][2](x, gamma, beta, 1e-5, dy, **options)
     double = exact_double_backward(tx, dy, x, gamma, 1e-5, ddgamma=tgamma, ddbeta=tbeta, kind=kind)
-    sizes = magnitudes(kind, x, gamma, beta, 1e-5, dy, dsum, drstd, tx, tgamma, tbeta, old)
+    sizes = magnitudes(kind, x, gamma, beta, 1e-5, dy, dsum, tx, tgamma, tbeta, old)
     wide = dtype is np.float64
     limits = {"dx": 0.75, "dgamma": 0.51, "dbeta": 0.51} if wide else {}
     for exact, by_name in zip((norm, double), sizes, strict=True):

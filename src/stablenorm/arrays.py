@@ -70,15 +70,16 @@ def refuse_others(name: str, value: Any) -> None:
         raise TypeError(msg)
 
 
-def target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return `array`; raise unless a result of this shape and dtype can be written into it."""
+def target(name: str, array: Any, shape: tuple[int, ...], _: np.dtype[Any]) -> Array:
+    """Return `array`; raise unless a result of this shape can be written into it, rounded to its dtype."""
     if on_cuda_device(array):
         raise TypeError(mixed(name, array, "in host memory"))
     if not isinstance(array, np.ndarray):
         msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
         raise TypeError(msg)
     refuse_others(name, array)
-    check_target(name, array, shape, dtype)
+    check_dtype(name, array)
+    check_target(name, array, shape, array.dtype.newbyteorder("="))
     if not array.flags.writeable:
         msg = f"{name} must be writeable, got a read-only array"
         raise ValueError(msg)
@@ -119,6 +120,37 @@ def mixed(name: str, value: Any, others: str) -> str:
 def empty_like(like: Array) -> Array:
     """Return a new array, in C order, of the shape and dtype of another."""
     return memory.empty(like.shape, like.dtype)
+
+
+# ---- rows ----
+
+# A backend does not write over its input but in a plain call.
+IN_PLACE = False
+
+
+def contiguous(array: Array) -> Array:
+    """Return an array in C order."""
+    return np.ascontiguousarray(array)
+
+
+def empty(shape: tuple[int, ...], like: Array) -> Array:
+    """Return a new array, in C order, of the dtype of another."""
+    return memory.empty(shape, like.dtype)
+
+
+def see_rows(array: Array, order: tuple[int, ...], shape: tuple[int, int]) -> Array | None:
+    """See an array, its axes in an order, as plain rows; None if that takes a copy."""
+    try:
+        # A memmap becomes a plain view.
+        rows = np.asarray(array).transpose(order).reshape(shape, copy=False)
+    except ValueError:
+        return None
+    return rows if rows.shape[1] == 1 or rows.strides[1] == rows.itemsize else None
+
+
+def share(a: Array, b: Array) -> bool:
+    """Tell whether arrays may share memory, by their bounds."""
+    return np.may_share_memory(a, b)
 
 
 # ---- axes ----

@@ -22,11 +22,9 @@ from dask.highlevelgraph import HighLevelGraph
 from stablenorm import arrays, memory
 from stablenorm.arrays import is_lazy, normalize_axes
 from stablenorm.backends import choose
-from stablenorm.call import Backward
 from stablenorm.formats import check_dtype
-from stablenorm.functional import checks, operations
-from stablenorm.reference import doubledouble as sums
-from stablenorm.reference import uncertified as integers
+from stablenorm.functional import checks, keywords, operations
+from stablenorm.reference import sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
 # An array and the axes of x that its axes are, or (None, None).
@@ -169,7 +167,7 @@ def forward(
         return made, None
     y, blocks = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
     if residual is not None:
-        x = part_of(made, 2, "sum", x.dtype)
+        x = part_of(made, 2, "sum", max(x.dtype, residual.dtype, key=lambda d: d.itemsize))
     cache = LazyCache(x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, blocks=blocks)
     for word in ("mean", "rstd"):
         of_word = (blocks, every), (x, every), (word, None)
@@ -196,50 +194,54 @@ def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
 def _parameters(norm: Any, x: Array, axes: tuple[int, ...]) -> list[Operand]:
     """Return gamma and beta as operands; leading axes have the chunks of x."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    return [operand(v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for v in norm[:2]]
+    return [operand(v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for v in (norm.gamma, norm.beta)]
 
 
 def backward(
-    dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
+    dy: Any,
+    cache: LazyCache,
+    kind: str,
+    wrt: Any,
+    out: Any,
+    dsum: Any,
+    sum_axes: Any,
+    accumulate: Any,
 ) -> Gradients:
     """Do the work of `operations.backward` for the cache of a Dask array."""
     checks.checked_cache(cache, dy, kind)
-    names = "sum_axes", "dmean", "drstd", "accumulate"
-    checks.check_combinations([checks.DASK], out=out, **dict(zip(names, others, strict=True)))
+    checks.check_combinations([checks.DASK], out=out, sum_axes=sum_axes, accumulate=accumulate)
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
         raise TypeError(msg)
     dy = checks.of_shape(convert, "dy", dy, x.shape, "the y of this cache")
     dsum = checks.of_shape(convert, "dsum", dsum, x.shape, optional=True)
+    dy, dsum = checks.widened("dy", dy, x.dtype), checks.widened("dsum", dsum, x.dtype)
     every = tuple(range(x.ndim))
     of_dy, of_dsum = operand(dy, x, every), operand(dsum, x, every)
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.blocks, every)
     # The word is "gradients": Dask hides "backward", which it takes for a token of eight letters.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.blocks, dsum, asked)}"
-    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, _NOTHING, *block)
+    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
     gradients: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
     # Partial sums of narrower numbers never leave the range of float64.
-    exact = norm.rounding == "nearest" or np.float64 in (x.dtype, dy.dtype)
-    for i, parameter in enumerate(norm[:2]):
+    exact = norm.rounding == "nearest" or x.dtype == np.float64
+    for i, parameter in enumerate((norm.gamma, norm.beta)):
         is_wanted = NAMES[i + 1] in asked and parameter is not None
         gradients.append(_sum(made, i, exact, of_dy, block) if is_wanted else None)
     return Gradients(*gradients)
 
 
-def _backward(asked: Any, dy: Any, dsum: Any, uncertified: Any, *block: Any) -> Gradients:
-    """Return the gradients of a block: sums as PARTIAL or, for uncertified columns, exact sums."""
-    x, norm, axes, statistics, backend, where = _filled(*block)
-    dx = memory.empty(x.shape, x.dtype) if "x" in asked else None
-    totals: list[Any] = [None, None]
-    for i, parameter in enumerate(norm[:2]):
-        if parameter is not None and NAMES[1 + i] in asked:
-            zeros = np.zeros(parameter.shape, sums.PARTIAL)
-            totals[i] = zeros if uncertified is None else np.where(uncertified, integers.NOTHING, 0)
-    out, mode = Gradients(dx, *totals), "pairs" if uncertified is None else "exact"
-    if uncertified is None or uncertified.any():
-        extra: Any = {"where": where, "sums": mode, "threads": threads_of_task()}
-        operations.run_passes(backend, Backward(dy, x, norm, statistics, *out, dsum, **extra), axes)
+def _backward(asked: Any, dy: Any, dsum: Any, *block: Any) -> Gradients:
+    """Return the gradients of a block, with partial sums."""
+    cache = _filled(*block)
+    dx = memory.empty(cache.x.shape, cache.x.dtype) if "x" in asked else None
+    totals = (
+        None if parameter is None or name not in asked else np.zeros(parameter.shape, sums.PARTIAL)
+        for name, parameter in (("gamma", cache.norm.gamma), ("beta", cache.norm.beta))
+    )
+    out = Gradients(dx, *totals)
+    operations.run_backward(dy, cache, out, dsum, partial=True, threads=threads_of_task())
     return out
 
 
@@ -253,9 +255,20 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
     if not exact:
         return values
     # Each block computes uncertified columns again: this keeps x and dy in memory.
-    operands = dy, _NOTHING, (uncertified, axes), *block
-    again = of_blocks(renamed(parts, "again"), partial(_backward, NAMES[1 + i : 2 + i]), *operands)
-    others = merged(renamed(parts, "exact"), part_of(again, 1 + i, "sum", object), like, axes)
-    return of_blocks(
-        renamed(made, name), integers.with_exact, (values, axes), others, dtype=like.dtype
-    )
+    again = of_blocks(renamed(parts, "again"), partial(_again, i), dy, (uncertified, axes), *block)
+    others = merged(renamed(parts, "exact"), again, like, axes)
+    return of_blocks(renamed(made, name), _decided, (values, axes), others, dtype=like.dtype)
+
+
+def _again(which: int, dy: Any, uncertified: Any, *block: Any) -> Any:
+    """Return the exact sums of a block for the columns that are uncertified."""
+    layout, call, mask = operations.rows_of(dy, _filled(*block), threads_of_task())
+    return keywords.exact_sums(layout, call, mask, which, uncertified)
+
+
+def _decided(values: Any, exact: Any) -> Any:
+    """Return rounded sums, but those that have an exact sum, not 0, by that."""
+    result = values.copy()
+    places = zip(*exact.nonzero(), strict=True)
+    sums.decide(result, ((place, exact[place]) for place in places))
+    return result

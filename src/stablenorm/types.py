@@ -83,17 +83,7 @@ class Statistics(NamedTuple):
 
     def of_rows(self, rows: Any) -> "Statistics":
         """Return the statistics of some rows."""
-        return Statistics._make(None if word is None else word[rows] for word in self)
-
-
-def joined(parts: list[Statistics]) -> Statistics:
-    """Return the statistics of successive parts as those of all rows; keep the words that all parts have."""
-    if len(parts) == 1:
-        return parts[0]
-    return Statistics._make(
-        None if any(word is None for word in words) else np.concatenate(words)
-        for words in zip(*parts, strict=True)
-    )
+        return Statistics._make([None if word is None else word[rows] for word in self])
 
 
 # The names of the gradients, in their order.
@@ -241,7 +231,7 @@ def check_rows(cache: Cache) -> None:
         )
         raise TypeError(msg)
     rows = math.prod(length for i, length in enumerate(x.shape) if i not in axis)
-    layer, wide = statistics.mean is not None, x.dtype == np.float64 and backend != "cuda"
+    layer, wide = statistics.mean is not None, x.dtype == np.float64 and backend == "native"
     needed = "rstd" + " mean_lo" * layer + " rstd_lo" * wide + " mean_tail" * (layer and wide)
     for name, word in zip(Statistics._fields, statistics, strict=True):
         like = (rows, 2) if name == "exponent" else (rows,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
-from stablenorm.functional.operations import double_backward, jvp
+from stablenorm.functional.derivatives import double_backward, jvp
 from stablenorm.types import Array, Cache
 
 

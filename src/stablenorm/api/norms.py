@@ -167,8 +167,7 @@ def layer_norm_forward(
 def layer_norm_backward(
     dy: ArrayLike, cache: Cache, *, wrt: Sequence[Name] = NAMES,
     out: Sequence[Array | None] | None = None, dsum: ArrayLike | None = None,
-    sum_axes: int | tuple[int, ...] | None = None, dmean: ArrayLike | None = None,
-    drstd: ArrayLike | None = None, accumulate: bool = False,
+    sum_axes: int | tuple[int, ...] | None = None, accumulate: bool = False,
 ) -> Gradients:  # fmt: skip
     """
     Pull the cotangent `dy` back through `layer_norm_forward`.
@@ -192,10 +191,6 @@ def layer_norm_backward(
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
         remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives (B,
         D), the gradients of each sample. Default: all axes along which gamma or beta does not vary.
-    dmean, drstd : array of the shape of cache.mean, optional
-        Cotangents of `cache.mean` and `cache.rstd`, if something was computed from these. They add
-        ``dmean / n - drstd rstd**2 xhat / n`` to dx, before it is rounded; with a mask, n is the
-        number of True in the row. The slow reference computes them.
     accumulate : bool, default: False
         Add to the dgamma and dbeta that are in `out`, as micro-batches need: each becomes the exact
         old value plus the exact sum, rounded once. dx is not added to.
@@ -223,7 +218,7 @@ def layer_norm_backward(
     dbeta), as `layer_norm` says of y. With ``g = gamma * dy``, S is
 
     - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y;
-      plus the size of dsum, and of what dmean and drstd add;
+      plus the size of dsum;
     - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for x of float64,
       2**-94; a float64 dgamma or dbeta of narrower x is promised within ``c * S`` alone;
     - for dbeta: the sum over rows of ``|dy|``, the same c;
@@ -241,7 +236,7 @@ def layer_norm_backward(
     True
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    return run(dy, cache, "layer", wrt, out, dsum, sum_axes, dmean, drstd, accumulate)
+    return run(dy, cache, "layer", wrt, out, dsum, sum_axes, accumulate)
 
 
 def rms_norm(
@@ -316,8 +311,7 @@ def rms_norm_forward(
 def rms_norm_backward(
     dy: ArrayLike, cache: Cache, *, wrt: Sequence[Name] = NAMES,
     out: Sequence[Array | None] | None = None, dsum: ArrayLike | None = None,
-    sum_axes: int | tuple[int, ...] | None = None, drstd: ArrayLike | None = None,
-    accumulate: bool = False,
+    sum_axes: int | tuple[int, ...] | None = None, accumulate: bool = False,
 ) -> Gradients:  # fmt: skip
     """
     Pull the cotangent `dy` back through `rms_norm_forward`.
@@ -326,13 +320,13 @@ def rms_norm_backward(
     ----------
     dy : array
         All parameters and errors are as for `layer_norm_backward`; the cache is that of
-        `rms_norm_forward`. There is no `dmean`.
+        `rms_norm_forward`.
 
     Notes
     -----
     The errors are those of `layer_norm_backward`; here S is
 
-    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``, plus the size of dsum and of what drstd adds;
+    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``, plus the size of dsum;
     - for dgamma: the sum over rows of ``|dy xhat|``; for dbeta: of ``|dy|``.
 
     Examples
@@ -344,7 +338,7 @@ def rms_norm_backward(
     array([[ 0.181, -0.136]])
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    return run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
+    return run(dy, cache, "rms", wrt, out, dsum, sum_axes, accumulate)
 
 
 # By the kind of the norm: forward and backward.

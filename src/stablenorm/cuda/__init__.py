@@ -6,19 +6,32 @@ addresses. Everything happens on the device of x and its current stream, without
 """
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
 
 from stablenorm.call import Backward, Forward
-from stablenorm.cuda import arrays, driver
-from stablenorm.cuda.arrays import convert, overlap, same_elements, target
+from stablenorm.cuda import driver
+from stablenorm.cuda.arrays import (
+    IN_PLACE,
+    contiguous,
+    convert,
+    empty,
+    empty_like,
+    overlap,
+    same_elements,
+    see_rows,
+    share,
+    target,
+)
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack
 from stablenorm.types import Statistics
 
-__all__ = ["check_usable", "convert", "overlap", "same_elements", "target"]
+__all__ = [
+    "IN_PLACE", "check_usable", "contiguous", "convert", "empty", "empty_like", "overlap",
+    "same_elements", "see_rows", "share", "target",
+]  # fmt: skip
 
 # The driver refuses a launch whose blocks wait for one another if they would not all fit, whatever it
 # said before: another process, or a share of the device, may have taken multiprocessors away.
@@ -42,45 +55,41 @@ def find_plan(
 
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
-    (x, axes), (gamma, beta, eps, *_), (y, _) = call[:3]
-    rows = x.size // math.prod([x.shape[axis] for axis in axes])
+    x, y, norm = call.x, call.y, call.norm
     pairs = x.dtype.itemsize == 8
     cupy = driver.import_cupy()
-    _check_device(x, gamma=gamma, beta=beta, out=y)
+    _check_device(x, gamma=norm.gamma, beta=norm.beta, out=y)
     with x.device:
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        statistics = Statistics(*[cupy.empty(rows, np.float64) for _ in range(5 if pairs else 3)])
-        if pairs:
-            statistics = statistics._replace(exponent=cupy.empty((rows, 2), np.int16))
-        if rows:
-            _launch(axes, (x, None, gamma, beta, y, None, None), statistics, eps)
+        words = [cupy.empty(len(x), np.float64) for _ in range(5 if pairs else 3)]
+        exponent = cupy.empty((len(x), 2), np.int16) if pairs else None
+        statistics = Statistics(*words)._replace(exponent=exponent)
+        if len(x):
+            _launch(x, None, norm.gamma, norm.beta, (y, None, None), statistics, norm.eps)
     return statistics
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
-    (dy, _), (x, axes), (gamma, *_), statistics, dx, dgamma, dbeta = call[:7]
-    dx = dx and dx[0]
-    outs = {"out.dx": dx, "out.dgamma": dgamma, "out.dbeta": dbeta}
-    _check_device(x, dy=dy, gamma=gamma, **outs)
-    with x.device:
-        _launch(axes, (x, dy, gamma, None, dx, dgamma, dbeta), statistics, 0.0)
+    results = call.dx, call.dgamma, call.dbeta
+    outs = dict(zip(("out.dx", "out.dgamma", "out.dbeta"), results, strict=True))
+    _check_device(call.x, dy=call.dy, gamma=call.norm.gamma, **outs)
+    with call.x.device:
+        _launch(call.x, call.dy, call.norm.gamma, None, results, call.statistics, 0.0)
 
 
 def _launch(
-    axes: tuple[int, ...], tensors: tuple[Any, ...], statistics: Statistics, eps: float
-) -> None:
-    """Launch a forward or, if there is a dy, a backward: from x, dy, gamma, beta to y or dx, dgamma, dbeta."""
+    x: Any, dy: Any, gamma: Any, beta: Any, results: tuple[Any, Any, Any],
+    statistics: Statistics, eps: float,
+) -> None:  # fmt: skip
+    """Launch a forward or, if there is a dy, a backward; `results` are y or dx, dgamma and dbeta."""
     cupy = driver.import_cupy()
-    x, dy, gamma, beta, _, dgamma, dbeta = tensors
-    rows = statistics.rstd.size
-    n = x.size // rows
-    seen = [
-        (None, 0) if array is None else arrays.as_rows(cupy, array, axes, n, i < 4)
-        for i, array in enumerate(tensors)
+    out, dgamma, dbeta = results
+    rows, n = x.shape
+    places = [0 if v is None else v.data.ptr for v in (x, dy, gamma, beta, *results)]
+    strides = x_stride, dy_stride, out_stride = [
+        0 if array is None else array.strides[0] // array.itemsize for array in (x, dy, out)
     ]
-    places = [0 if array is None else array.data.ptr for array, _ in seen]
-    strides = x_stride, dy_stride, out_stride = [seen[i][1] for i in (0, 1, 4)]
     # Copies of 16 bytes need rows that begin at multiples of so many.
     begins = places[0] | places[1] | places[4] | (x_stride | dy_stride | out_stride) * x.itemsize
     # The backward has no beta: the dtype is that of dbeta.
@@ -104,9 +113,6 @@ def _launch(
                 raise
             # Refused before anything ran. Fewer blocks give the same bits.
             grid = kernel.count_blocks(grid, grid // 2)
-    for array, (made, _) in zip(tensors[4:], seen[4:], strict=True):
-        if made is not array:
-            arrays.put_back(cupy, array, axes, made)
 
 
 def _check_device(x: Any, **others: Any) -> None:
@@ -119,9 +125,3 @@ def _check_device(x: Any, **others: Any) -> None:
                 f"copy it there: with cupy.cuda.Device({device}): {name} = cupy.array({name})"
             )
             raise ValueError(msg)
-
-
-def empty_like(like: Any) -> Any:
-    """Return a new array, in C order, of the shape and dtype of another, and on its device."""
-    with like.device:
-        return driver.import_cupy().empty(like.shape, like.dtype)

@@ -12,38 +12,46 @@ from stablenorm.cuda.driver import held, import_cupy
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
+# A kernel may write over its input.
+IN_PLACE = True
 
-def as_rows(cupy: Any, array: Any, axes: tuple[int, ...], n: int, read: bool) -> tuple[Any, int]:
-    """
-    See an array as rows of `n`, the elements along `axes`; all of it as one row if it has no other axes.
 
-    Return it, and how many elements apart its rows lie. If rows have gaps, return a new array, with the elements of
-    the old one if that is to be `read`.
-    """
-    if array.flags.c_contiguous and axes[0] >= array.ndim - len(axes):
-        return array, n
-    moved, itemsize = _rows_last(cupy, array, axes), array.dtype.itemsize
+def see_rows(array: Any, order: tuple[int, ...], shape: tuple[int, int]) -> Any:
+    """See an array, its axes in an order, as rows a whole number of elements apart; None if that takes a copy."""
+    rows = array.transpose(order).view()
     with contextlib.suppress(AttributeError):
-        rows = moved.view()
         # Unlike reshape, this never copies.
-        rows.shape = (-1, n)
+        rows.shape = shape
         between, within = rows.strides
-        if (n == 1 or within == itemsize) and between % itemsize == 0:
-            return rows, between // itemsize
-    copy = cupy.ascontiguousarray(moved) if read else cupy.empty(moved.shape, array.dtype)
-    return held(cupy, copy.reshape(-1, n)), n
+        if (shape[1] == 1 or within == rows.itemsize) and between % rows.itemsize == 0:
+            return rows
+    return None
 
 
-def put_back(cupy: Any, array: Any, axes: tuple[int, ...], rows: Any) -> None:
-    """Write what `as_rows` made of an array back into it, unless it is a view."""
-    if rows.data.ptr != array.data.ptr:
-        moved = _rows_last(cupy, array, axes)
-        moved[...] = rows.reshape(moved.shape)
+def contiguous(array: Any) -> Any:
+    """Return an array in C order."""
+    if array.flags.c_contiguous:
+        return array
+    cupy = import_cupy()
+    return held(cupy, cupy.ascontiguousarray(array))
 
 
-def _rows_last(cupy: Any, array: Any, axes: tuple[int, ...]) -> Any:
-    last = array.ndim - len(axes)
-    return cupy.moveaxis(array, axes, tuple(range(last, array.ndim))) if last else array
+def empty_like(like: Any) -> Any:
+    """Return a new array, in C order, of the shape and dtype of another, and on its device."""
+    with like.device:
+        return import_cupy().empty(like.shape, like.dtype)
+
+
+def empty(shape: tuple[int, ...], like: Any) -> Any:
+    """Return a new array for rows, in C order, of the dtype of another, and on its device."""
+    with like.device:
+        cupy = import_cupy()
+        return held(cupy, cupy.empty(shape, like.dtype))
+
+
+def share(a: Any, b: Any) -> bool:
+    """Tell whether arrays may share memory."""
+    return overlap(a, b)
 
 
 def overlap(a: Any, b: Any) -> bool:

@@ -17,7 +17,7 @@ from stablenorm.arrays import (
     shown_axis,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
-from stablenorm.functional.layout import Lead, lead_of
+from stablenorm.functional.layout import Layout, Lead
 from stablenorm.types import (
     NAMES,
     Array,
@@ -38,7 +38,7 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     rounding: Any = norm.rounding
     gamma, beta = (
         None if value is None else _parameter(name, convert(name, value), shape, x_shape, axes)
-        for name, value in zip(NAMES[1:], norm[:2], strict=True)
+        for name, value in (("gamma", norm.gamma), ("beta", norm.beta))
     )
     eps, offset = check_eps(norm.eps), real("gamma_offset", gamma_offset)
     if not math.isfinite(offset):
@@ -85,8 +85,10 @@ def _parameter(name: str, array: Array, shape: Shape, x_shape: Shape, axes: Shap
 
 def fits(leading: Shape, lengths: Shape) -> bool:
     """Tell whether axes broadcast against axes of these lengths."""
-    pairs = zip(reversed(leading), reversed(lengths), strict=False)
-    return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
+    for one, length in zip(reversed(leading), reversed(lengths), strict=False):
+        if one not in (1, length):
+            return False
+    return len(leading) <= len(lengths)
 
 
 def of_shape(
@@ -105,6 +107,16 @@ def of_shape(
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}{cure}"
         raise ValueError(msg)
     return array
+
+
+def widened(name: str, array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an array of another floating type in a wider one, exactly; raise if it is not narrower."""
+    if array is None or array.dtype == dtype:
+        return array
+    if array.dtype.itemsize < dtype.itemsize:
+        return array.astype(dtype)
+    msg = f"{name} must have dtype {dtype} or a narrower one, got {array.dtype}; pass {name}.astype(x.dtype)"
+    raise TypeError(msg)
 
 
 def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -> Any:
@@ -129,11 +141,11 @@ def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -
     return cache
 
 
-def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[Any]]:
-    """Return the lead of the sums, None by default, and templates of the shapes and dtypes of dgamma and dbeta."""
-    x, norm, axes = cache[:3]
+def check_sum_axes(sum_axes: Any, cache: Cache, layout: Layout) -> tuple[Lead | None, Shape]:
+    """Return the lead of the sums, None by default, and the shape of dgamma and dbeta."""
+    x, axes = cache.x, cache.axis
     if sum_axes is None:
-        return None, norm[:2]
+        return None, ()
     try:
         asked = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
         summed = normalize_axis_tuple(asked, x.ndim)
@@ -148,15 +160,13 @@ def check_sum_axes(sum_axes: Any, cache: Cache) -> tuple[Lead | None, Sequence[A
             f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
         )
         raise ValueError(msg)
-    others = [axis for axis in range(x.ndim) if axis not in axes]
+    others = layout.order[: len(layout.leading)]
     lead = tuple(1 if axis in summed else x.shape[axis] for axis in others)
-    for name, parameter in zip(("gamma", "beta"), norm[:2], strict=True):
-        if not fits(lead_of(parameter, x.ndim, axes), lead):
+    for name, parameter in (("gamma", cache.norm.gamma), ("beta", cache.norm.beta)):
+        if not fits(layout.lead_of(parameter), lead):
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
-    shape = [x.shape[axis] for axis in (*(i for i in others if i not in summed), *axes)]
-    like = [v if v is None else np.broadcast_to(np.empty((), v.dtype), shape) for v in norm[:2]]
-    return lead, like
+    return lead, tuple(x.shape[axis] for axis in layout.order if axis not in summed)
 
 
 def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
@@ -168,18 +178,15 @@ def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
         msg = "where must be an array of bool, got lists of unequal length; fill them up with False"
         raise ValueError(msg) from None
     check_mask(mask, shape)
-    mask = np.broadcast_to(mask, shape)
-    # Along broadcast axes (stride 0) one element is enough.
-    same = (slice(1 if i in axes and step == 0 else None) for i, step in enumerate(mask.strides))
-    seen = mask[tuple(same)]
-    if all(seen.shape[i] == 1 for i in axes):
-        return seen.copy()
-    counts: Any = seen.any(axis=axes, keepdims=True)
-    if np.array_equal(counts, seen.all(axis=axes, keepdims=True)):
-        return np.array(counts)
-    if rounding == "nearest":
+    mask = mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
+    counts: Any = np.logical_or.reduce(mask, axes, keepdims=True)
+    is_whole = bool((counts == np.logical_and.reduce(mask, axes, keepdims=True)).all())
+    if not is_whole and rounding == "nearest":
         check_combinations(("where that varies inside a row", NEAREST))
-    return mask.copy()
+    lengths = list(shape)
+    for axis in axes if is_whole else ():
+        lengths[axis] = 1
+    return (counts if is_whole else mask) & np.ones(lengths, bool)
 
 
 def check_mask(mask: Any, shape: Shape) -> None:
@@ -255,19 +262,18 @@ _DERIVATIVES = "jvp", "double_backward"
 
 # Features, the feature that excludes them, the reason and the cure; the documentation shows this table.
 REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate", "RMS norm",
-      "gamma_offset", NEAREST, LEADING, *_DERIVATIVES),
+    (("residual", "where", "dsum", "sum_axes", "accumulate", "RMS norm", "gamma_offset", NEAREST,
+      LEADING, *_DERIVATIVES),
      CUDA, "its kernel has no place for it", "copy them to the host, as x.get() does"),
-    (("where that varies inside a row", "dmean", "drstd", *_DERIVATIVES),
-     NEAREST, "its error is not bounded there", 'use rounding="fast"'),
+    (("where that varies inside a row", "accumulate"),
+     NEAREST, "the sums of parts are rounded to float64 first", 'use rounding="fast"'),
+    (_DERIVATIVES, NEAREST, "its error is not bounded there", 'use rounding="fast"'),
     (_DERIVATIVES, LEADING, "each part has a gamma of its own",
      "leave them out of the forward, and apply them to its y"),
     (("out",), DASK, "it has no memory", "dask.array.store(result, out) writes into arrays"),
     (("sum_axes",), DASK, "sums are over all chunks",
      "for gradients of each sample, give gamma and beta leading axes"),
     (("accumulate",), DASK, "sums are over all chunks", "add dgamma and dbeta to others yourself"),
-    (("dmean", "drstd"), DASK, "they are of whole arrays",
-     "call forward and backward on chunks in memory, in dask.array.map_blocks"),
     (_DERIVATIVES, DASK, "they are for arrays in memory", "call forward on x.compute()"),
 )  # fmt: skip
 
@@ -279,7 +285,7 @@ def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
         NEAREST: norm.rounding == "nearest",
         "RMS norm": norm.kind == "rms",
         "gamma_offset": norm.gamma_offset != 0.0,
-        LEADING: any(v is not None and v.ndim > len(axes) for v in norm[:2]),
+        LEADING: any(v is not None and v.ndim > len(axes) for v in (norm.gamma, norm.beta)),
     }
     return [feature for feature, is_there in has.items() if is_there]
 

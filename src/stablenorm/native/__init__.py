@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from stablenorm import control, memory, reference
-from stablenorm.call import SUMS, Backward, Forward, of_rows, sample
+from stablenorm.call import Backward, Forward
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
-from stablenorm.reference.doubledouble import PARTIAL, merged
+from stablenorm.reference.sums import PARTIAL
 from stablenorm.threads import get_num_threads
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics
+from stablenorm.types import Array, Cache, Gradients, Norm, Statistics
 
 try:
     from stablenorm import _core
@@ -56,74 +56,101 @@ if "STABLENORM_INSTRUCTIONS" in os.environ:
 
 # The kernels themselves; they return None if a call is not one of plain rows.
 plain_forward, plain_backward = _core.forward, _core.backward
-tile_rows = _core.tile_rows
+
+# The faster constructor of a NamedTuple.
+_new = tuple.__new__
 
 
 def forward(call: Forward) -> Any:
-    """Do what `reference.forward` does."""
-    x, norm, y, keep, residual, total, where, samples, threads = call
-    if where is not None:
-        return NotImplemented
-    done = plain_forward(x, norm, -1, y, None, keep, residual, None, threads, total, samples)
+    """Do what `reference.forward` does; it does what kernels decline."""
+    done = plain_forward(
+        call.x,
+        call.norm,
+        -1,
+        call.y,
+        None,
+        call.keep,
+        call.residual,
+        None,
+        call.threads,
+        call.total,
+    )
     if done is None:
-        return NotImplemented
-    return done[1].statistics if keep else None
+        statistics = reference.forward(_declined(call))
+        if call.x.dtype == np.float64:
+            # No row has the digits of pairs: the backward sends them to integers.
+            lost = np.full(len(call.x), np.nan)
+            tail = None if statistics.mean is None else lost
+            statistics = statistics._replace(rstd_lo=lost, mean_tail=tail)
+        return statistics
+    return done[1].statistics if call.keep else None
 
 
-def backward(call: Backward) -> Any:
-    """Do what `reference.backward` does; decline rare options."""
-    if call.sums == "exact" or call.where is not None:
-        return NotImplemented
-    if call.dmean is not None or call.drstd is not None:
-        return NotImplemented
-    # Kernels add to partial sums of "fast".
-    sums, merges = call[5:7], call.sums == "pairs" and call.norm.rounding == "nearest"
-    made = [np.zeros_like(total) if merges and total is not None else total for total in sums]
-    out = call.dx, *made
-    cache = Cache(call.x, call.norm, (1,), call.statistics, "native")
-    wanted = tuple(name for name, array in zip(NAMES, out, strict=True) if array is not None)
+def backward(call: Backward) -> None:
+    """Do what `reference.backward` does; it does what kernels decline."""
+    norm = call.norm
+    if call.dbeta is not None and not call.partial:
+        # Kernels return the gradient of what there is: dbeta stands for beta, which no backward reads.
+        norm = _new(Norm, (norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
+    cache = _new(Cache, (call.x, norm, (1,), call.statistics, "native", None))
+    wanted: list[str] = []
+    if call.dx is not None:
+        wanted.append("x")
+    if call.dgamma is not None:
+        wanted.append("gamma")
+    if call.dbeta is not None:
+        wanted.append("beta")
+    out, partial = (call.dx, call.dgamma, call.dbeta), None
+    if call.partial:
+        out, partial = (call.dx, None, None), np.zeros((2, call.x.shape[1], 3))
     done = plain_backward(
-        call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
-        call.threads, call.plan_rows, call.samples,
-    )  # fmt: skip
+        call.dy, cache, call.norm.kind, tuple(wanted), out, call.dsum, call.threads, partial
+    )
     if done is None:
-        return NotImplemented
-    for total, part in zip(sums, made, strict=True):
-        if merges and total is not None:
-            total[...] = merged(total, part)
-    return None
+        reference.backward(_declined(call))
+    elif partial is not None:
+        for total, words in zip(
+            (call.dgamma, call.dbeta), partial.view(PARTIAL)[..., 0], strict=True
+        ):
+            if total is not None:
+                total[...] = words
+
+
+def _declined(call: Any) -> Any:
+    """Return a call whose gamma or beta is out of range, for integers where pairs would be needed."""
+    needs_pairs = call.x.dtype == np.float64
+    return call._replace(norm=_nearest(call.norm)) if needs_pairs else call
 
 
 # ---- uncertified rows and columns: kernels call these functions before they return ----
 
 
-def _finish_forward(
-    x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array, _: int
-) -> None:
+def _rows(*arrays: Any) -> list[Any]:
+    """Return arrays of the shape of x as rows."""
+    return [v if v is None else v.reshape(-1, v.shape[-1]) for v in arrays]
+
+
+def _finish_forward(x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
-    shape = -1, x.shape[-1]
-    call = Forward(x.reshape(shape), norm, y.reshape(shape))
-    uncertified.finish_forward(call, np.flatnonzero(marks), stats)
+    of_x, of_y = _rows(x, y)
+    lost = None if stats is None else stats.out_of_range
+    uncertified.finish_forward(Forward(of_x, norm, of_y), np.flatnonzero(marks), stats, lost)
 
 
 def _finish_backward(
     dy: Array, x: Array, norm: Norm, stats: Statistics, out: Gradients, dsum: Array | None,
-    marks: Array, columns: Array, partial: Any, samples: int,
+    marks: Array, columns: Array, partial: Any, unrounded: bool,
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
-    n = x.shape[-1]
-    like_x = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
-    of_dy, of_x, of_dx, of_dsum = like_x
-    shape = (n,) if samples == 1 else (samples, n)
-    sums: Any = [total if total is None else total.reshape(shape) for total in out[1:]]
-    call = Backward(of_dy, of_x, norm, stats, of_dx, sums[0], sums[1], of_dsum, samples=samples)
+    of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
+    call = Backward(of_dy, of_x, norm, stats, of_dx, dsum=of_dsum, partial=unrounded)
     if partial is not None:
-        parts = partial.reshape(samples, 2, n, 3).view(PARTIAL)[..., 0]
-        unsummed = marks.reshape(samples, -1) & _UNSUMMED != 0
-        asked = columns.reshape(samples, 2, n) != 0
-        for i in np.flatnonzero(unsummed.any(axis=1) | asked.any(axis=(1, 2))).tolist():
-            others = np.flatnonzero(unsummed[i])
-            uncertified.finish_sums(sample(call, i), asked[i], others, parts[i])
+        parts = partial.reshape(2, -1, 3).view(PARTIAL)[..., 0]
+        sums = (v if v is None else v.reshape(-1) for v in (out.dgamma, out.dbeta))
+        dgamma, dbeta = parts if unrounded else sums
+        unsummed = np.flatnonzero(marks & _UNSUMMED)
+        of_sums = call._replace(dgamma=dgamma, dbeta=dbeta)
+        uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
 
@@ -131,70 +158,51 @@ def _finish_backward(
 # ---- calls that overflowed: an infinity may be the rounding errors of huge terms that cancel ----
 
 
-def _nearest(norm: Norm, samples: int) -> Norm:
-    """Return a norm with rounding to nearest, gamma and beta of the shape of rows."""
-    shape = (-1,) if samples == 1 else (samples, -1)
-    gamma, beta = (None if v is None else v.reshape(shape) for v in norm[:2])
+def _nearest(norm: Norm) -> Norm:
+    """Return a norm with rounding to nearest."""
+    gamma, beta = (None if v is None else v.reshape(-1) for v in (norm.gamma, norm.beta))
     return norm._replace(gamma=gamma, beta=beta, rounding="nearest")
 
 
-def _repeat_forward(x: Array, y: Array, norm: Norm, samples: int) -> None:
+def _repeat_forward(x: Array, y: Array, norm: Norm) -> None:
     """Compute rows whose y is not finite again, with rounding to nearest."""
-    of_x, of_y = (v.reshape(-1, v.shape[-1]) for v in (x, y))
-    whole = Forward(of_x, _nearest(norm, samples), of_y, keep=False, samples=samples)
-    for i in range(samples):
-        one = sample(whole, i)
-        rows = np.flatnonzero(reference.lost(one.y, one.x))
-        few = of_rows(one, rows)
-        if rows.size and forward(few) is NotImplemented:
-            reference.forward(few)
-        one.y[rows] = few.y
+    of_x, of_y = _rows(x, y)
+    if (rows := np.flatnonzero(reference.lost(of_y, of_x))).size:
+        few = Forward(of_x[rows], _nearest(norm), of_y[rows], keep=False)
+        forward(few)
+        of_y[rows] = few.y
 
 
 def _repeat_backward(
-    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None,
-    marks: Array | None, accumulate: bool, samples: int,
-) -> None:  # fmt: skip
+    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None, marks: Array | None
+) -> None:
     """
     Compute rows of dx and columns of sums that are not finite again, with rounding to nearest.
 
-    Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay, as those do that were added.
+    Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay.
     """
-    n = x.shape[-1]
-    like_x: Any = (v if v is None else v.reshape(-1, n) for v in (dy, x, out.dx, dsum))
-    of_dy, of_x, of_dx, of_dsum = like_x
+    of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
     none = Statistics(None, None, np.zeros(len(of_x)))
-    whole = Backward(
-        of_dy, of_x, _nearest(norm, samples), none, of_dx, dsum=of_dsum, samples=samples
-    )
-    if marks is None and not accumulate:
-        shape = (n,) if samples == 1 else (samples, n)
-        dgamma, dbeta = (v if v is None else v.reshape(shape) for v in out[1:])
-        whole = whole._replace(dgamma=dgamma, dbeta=dbeta)
-    for i in range(samples):
-        one = sample(whole, i)
-        if one.dx is not None:
-            marked = None if marks is None else marks.reshape(samples, -1)[i]
-            lost = reference.lost(one.dx, one.x, one.dy) if marked is None else marked
-            few = of_rows(one, rows := np.flatnonzero(lost))._replace(dgamma=None, dbeta=None)
-            _differentiate(few)
-            one.dx[rows] = few.dx
-        for name in SUMS:
-            total = getattr(one, name)
-            if total is not None and total.dtype != PARTIAL and not np.isfinite(total).all():
-                alone = {"dx": None, "dgamma": None, "dbeta": None, name: np.empty_like(total)}
-                _differentiate(again := one._replace(**alone))
-                np.copyto(total, getattr(again, name), where=~np.isfinite(total))
+    if of_dx is not None:
+        rows = np.flatnonzero(reference.lost(of_dx, of_x, of_dy) if marks is None else marks)
+        of_rows = None if of_dsum is None else of_dsum[rows]
+        few = Backward(of_dy[rows], of_x[rows], norm, none, of_dx[rows], dsum=of_rows)
+        _differentiate(few)
+        of_dx[rows] = few.dx
+    for name, total in (("dgamma", out.dgamma), ("dbeta", out.dbeta)):
+        if marks is None and total is not None and not np.isfinite(total).all():
+            again = np.empty_like(total).reshape(-1)
+            call: Any = Backward(of_dy, of_x, norm, none)
+            _differentiate(call._replace(**{name: again}))
+            np.copyto(total, again.reshape(total.shape), where=~np.isfinite(total))
 
 
 def _differentiate(call: Backward) -> None:
-    """Do a backward from a forward of its own."""
+    """Do a backward from a forward of its own, with rounding to nearest."""
+    norm = _nearest(call.norm)._replace(beta=None)
     if call.x.size:
-        once = Forward(call.x, call.norm, np.empty_like(call.x))
-        done = forward(once)
-        statistics = reference.forward(once) if done is NotImplemented else done
-        if backward(call := call._replace(statistics=statistics)) is NotImplemented:
-            reference.backward(call)
+        statistics = forward(Forward(call.x, norm, np.empty_like(call.x)))
+        backward(call._replace(statistics=statistics, norm=norm))
 
 
 _core.prepare(

@@ -26,7 +26,6 @@ bool is_given(PyObject* object) { return object != Py_None; }
 bool type_of(PyArrayObject* a, Type& type) {
     for (Type known : {F32, BF16, F16, F64})
         if ((PyObject*)PyArray_DESCR(a)->typeobj == scalar_types[known]) return type = known, true;
-    if (PyArray_TYPE(a) == NPY_VOID && PyArray_ITEMSIZE(a) == BYTES[PARTIAL]) return type = PARTIAL, true;
     return false;
 }
 
@@ -41,7 +40,7 @@ Index last_length(PyArrayObject* a) { return PyArray_DIM(a, PyArray_NDIM(a) - 1)
 
 // Sees an array as plain rows: one without gaps, or one of two dimensions with rows without gaps.
 bool see_rows(PyObject* object, Rows& rows) {
-    if (!is_of_floats(object, rows.type) || rows.type == PARTIAL) return false;
+    if (!is_of_floats(object, rows.type)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
     Index n = last_length(a), bytes = BYTES[rows.type];
     rows.data = PyArray_BYTES(a), rows.stride = n * bytes;
@@ -74,11 +73,11 @@ bool are_apart(PyArrayObject* a, PyObject* other) {
     return last[0] <= first[1] || last[1] <= first[0];
 }
 
-// Whether the user's array `out` can take a result like another array, and is apart from others.
+// Whether the user's array `out` has the shape of a result, and is apart from others.
 bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
     if (!PyArray_CheckExact(out) || !is_given(like)) return false;
     PyArrayObject *a = (PyArrayObject*)out, *b = (PyArrayObject*)like;
-    bool fits = PyArray_DESCR(a)->typeobj == PyArray_DESCR(b)->typeobj && PyArray_SAMESHAPE(a, b) && PyArray_ISWRITEABLE(a);
+    bool fits = PyArray_SAMESHAPE(a, b) && PyArray_ISWRITEABLE(a);
     for (PyObject* other : others) fits = fits && are_apart(a, other);
     return fits;
 }

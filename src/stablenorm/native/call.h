@@ -24,9 +24,9 @@ constexpr Index LONG = 1 << 20;
 // Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.
 template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
 
-enum Type { F32, BF16, F16, F64, PARTIAL };
-constexpr Index BYTES[] = {4, 2, 2, 8, 24};
-constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // above any number / its last bit
+enum Type { F32, BF16, F16, F64 };
+constexpr Index BYTES[] = {4, 2, 2, 8};
+constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53};  // above any number / its last bit
 
 // Plain rows: elements of unit stride, rows `stride` bytes apart.
 struct Rows {
@@ -59,19 +59,16 @@ struct Arena {
 constexpr uint8_t UNCERTIFIED = 1, UNSUMMED = 2;
 
 struct Call {
-    // y: y or dx. plus: residual or dsum. source: the x to which the residual is added; x takes the sum.
+    // y: y or dx, of any type; dy and plus have that of x. plus: residual or dsum. source: the x to which the residual is
+    // added; x takes the sum.
     Rows x, y, dy, source, plus;
-    // Samples have a gamma, a beta and sums of their own; `rows` are those of one sample.
-    Index samples = 1, rows = 0, n = 0;
+    Index rows = 0, n = 0;
     int ndim = 0;  // of x
-    Index plan_rows = 0;  // rows of the whole call, which decide the tiles; this call may be a block of it
     const char *gamma = nullptr, *beta = nullptr;
     Type gamma_type = F32, beta_type = F32;
-    Index gamma_stride = 0, beta_stride = 0;  // bytes from one sample to the next
-    double eps = 0, gamma_offset = 0;
-    // in_pairs: in double-double. nearest: every result is the exact one, rounded. accumulate: the sums over rows are added to
-    // what is there.
-    bool rms = false, backward = false, in_pairs = false, nearest = false, accumulate = false;
+    double eps = 0;
+    // in_pairs: in double-double. nearest: every result is the exact one, rounded. unrounded: the sums over rows go to `partial`.
+    bool rms = false, backward = false, in_pairs = false, nearest = false, unrounded = false;
     // over: results take the place of x or dy, which cannot be read again. A backward marks rows that overflow, and leaves their
     // dy as it is.
     bool over = false;
@@ -81,8 +78,8 @@ struct Call {
     double *rstd_lo = nullptr, *mean_tail = nullptr, *spread = nullptr;
     uint8_t* marks = nullptr;
 
-    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. Partial sums of "fast" are added to
-    // the old ones. If rows are UNSUMMED, the sums over the others go to `partial`.
+    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. If rows are UNSUMMED, the sums over the
+    // others go to `partial`, as partial sums of reference/sums.py.
     char* sums_out[2] = {nullptr, nullptr};
     Type sums_type[2] = {F64, F64};
     uint8_t* uncertified[2] = {nullptr, nullptr};
@@ -95,7 +92,7 @@ struct Call {
 
     // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the range of
     // its dy or, in float64, the worst errors of its rows.
-    double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr, *sizes = nullptr;
+    double *wide_gamma = nullptr, *wide_beta = nullptr, *sizes = nullptr;
     double *sums = nullptr, *ranges = nullptr;
     double* own = nullptr;
     Index own_size = 0;  // float64 of one thread
@@ -116,7 +113,7 @@ struct Call {
 
     void lay_out_parameters(Arena& arena) {
         Index p = padded_n();
-        wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(backward ? 0 : p);
+        wide_gamma = arena.take(p), wide_beta = arena.take(backward ? 0 : p);
         sizes = nearest && !backward ? arena.take(p) : nullptr;
     }
     void lay_out_sums(Arena& arena) {
@@ -140,18 +137,17 @@ struct Own {
         bool narrow = c.backward && !c.in_pairs;
         addend = arena.take(c.plus.data ? p : 0);
         part = arena.take(!narrow ? 0 : !c.summing() ? 4 * p : c.tile_rows > PART_OF<true> ? 2 * p : 0);
-        bool staged = c.staged || c.nearest, adds = c.source.data;
-        high = arena.take(staged || adds || c.in_pairs ? p : 0);
-        low = arena.take(staged || adds || c.over ? p : 0), size = arena.take(staged ? p : 0);
+        bool staged = c.staged || c.nearest;
+        high = arena.take(staged || c.in_pairs ? p : 0);
+        low = arena.take(staged || c.over ? p : 0), size = arena.take(staged ? p : 0);
         Index start = arena.used;
         Index sets = c.n <= EARLY_KEPT ? 2 : 1, rows = !c.nearest ? 2 : c.n <= LONG ? 4 : 1;
         kept = arena.take(narrow && BYTES[c.x.type] == 2 ? sets * rows * 2 * p : 0);
         zeros = arena.take(narrow && c.nearest ? p : 0);
         Index stop = arena.used;
         arena.used = start;
-        bool lifts = c.pairs() || (c.backward && c.dy.type != c.x.type);
-        sets = c.n <= EARLY ? 2 : 1, rows = c.pairs() ? c.step_in_pairs() : 2;
-        Index of_x = lifts && c.x.type != F64 ? p * rows : 0, of_dy = lifts && c.backward && c.dy.type != F64 ? p * rows : 0;
+        sets = c.n <= EARLY ? 2 : 1, rows = c.step_in_pairs();
+        Index of_x = c.pairs() && c.x.type != F64 ? p * rows : 0, of_dy = c.pairs() && c.backward && c.dy.type != F64 ? p * rows : 0;
         for (int i = 0; i < sets; i++) x[i] = arena.take(of_x), dy[i] = arena.take(of_dy);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
         arena.used = arena.used > stop ? arena.used : stop;
@@ -165,8 +161,6 @@ struct Kernels {
     // Gamma and beta in float64; false if they are out of range.
     bool (*prepare)(const Call&);
     void (*do_tile)(const Call&, Index tile, int thread);
-    // Whether all float64 of a row are 0 or between `least` and LARGEST in size.
-    bool (*is_within)(const double* row, Index n, double least);
     // Adds up the tiles' sums of some columns, [0] dgamma or [1] dbeta, and rounds them.
     void (*finish)(const Call&, int which, Index start, Index stop, bool marked);
 };

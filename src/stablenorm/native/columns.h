@@ -46,12 +46,6 @@ inline bool is_within(const double* v, Index n, double least) {
 inline bool prepare(const Call& c) {
     widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
     if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.wide_beta, c.n);
-    if (c.pairs()) memset(c.gamma_low, 0, (size_t)c.padded_n() * sizeof(double));
-    for (Index j = 0; j < c.n && c.gamma_offset != 0; j++) {
-        Pair<double> sum = two_sum(c.wide_gamma[j], c.gamma_offset);
-        c.wide_gamma[j] = sum.high;
-        if (c.pairs()) c.gamma_low[j] = sum.low;
-    }
     const double *gamma = c.wide_gamma, *beta = c.wide_beta;
     double* __restrict sizes = c.sizes;
     for (Index j = 0, stop = c.padded_n(); sizes && j < stop; j++) {
@@ -86,9 +80,7 @@ constexpr double ZEROS[COLUMNS + 16] = {};
 inline void add_tiles(const Call& c, int which, Index start, Index count, ColumnSums& of) {
     Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4, place = which * c.words() * p;
     bool deep = c.words() == 2;
-    Type type = c.sums_type[which];
-    bool carries = !c.nearest && (type == PARTIAL || c.accumulate);
-    if (c.tiles == 1 && !carries) {
+    if (c.tiles == 1) {
         double* sums = c.sums + start;
         of.high = sums + place, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
         return;
@@ -96,9 +88,6 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Column
     memset(of.room, 0, sizeof of.room);
     double *high = of.room[0], *low = of.room[1];
     of.high = high, of.low = low, of.size = of.room[2], of.other = of.room[3];
-    const char* old = c.sums_out[which] + start * BYTES[type];
-    if (carries && type != PARTIAL) convert_row(type, old, high, count);
-    for (Index j = 0; carries && type == PARTIAL && j < count; j++) high[j] = ((double*)old)[3 * j], low[j] = ((double*)old)[3 * j + 1];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + place, high, low, count);
@@ -229,12 +218,8 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
     ColumnSums of;
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
-    bool partial = unsummed || c.sums_type[which] == PARTIAL;
     if (c.nearest) find_errors(c, which, count, of);
-    if (partial) {
-        double* out = unsummed ? c.partial[which] : (double*)c.sums_out[which];
-        return put_partial(of, c.nearest, count, out + 3 * start);
-    }
+    if (unsummed || c.unrounded) return put_partial(of, c.nearest, count, c.partial[which] + 3 * start);
     of_type(c.sums_type[which], [&](auto* kind) {
         using To = std::remove_pointer_t<decltype(kind)>;
         To* out = (To*)c.sums_out[which] + start;

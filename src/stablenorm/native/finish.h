@@ -158,13 +158,9 @@ NOINLINE inline void add_row(const double* plus, double* high, double* low, Inde
     }
 }
 
-// Writes the sums of two rows, each rounded once. ODD: by way of float64; else a + b holds them, or may be rounded twice.
-template <bool ODD = false, class A, class B, class T> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n) {
-    each_columns<8>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
-        pairs::N one = load<8>(a + j, count), other = load<8>(b + j, count);
-        Pair<pairs::N> sum = two_sum(one, other);
-        store(to + j, ODD ? odd_sum(sum.high, sum.low) : one + other, count);
-    });
+// Writes the sums of two rows: a + b holds them, or may be rounded twice.
+template <class A, class B, class T> NOINLINE void store_sums(const A* a, const B* b, T* to, Index n) {
+    each_columns<8>(0, n, [&](Index j, Index count) INLINE_LAMBDA { store(to + j, load<8>(a + j, count) + load<8>(b + j, count), count); });
 }
 
 // Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes it to `place`; returns whether one is
@@ -184,14 +180,11 @@ NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, char* pl
 }
 
 // Writes source + plus, the residual, rounded once, to row i of x.
-NOINLINE inline void add_residual(const Call& c, const Own& own, Index i) {
-    bool fits = c.plus.type == c.x.type || BYTES[c.plus.type] < BYTES[c.x.type];
+NOINLINE inline void add_residual(const Call& c, Index i) {
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
-        T* to = (T*)row_of(c.x, i);
         // The sum of two T of p digits may be rounded twice: float64 has 2 p + 2 (Figueroa, SIGNUM 30, 3 (1995) 21).
-        if (fits) store_sums((const T*)row_of(c.source, i), row_as<T>(c, c.plus, i, own.low), to, c.n);
-        else store_sums<true>(row_as<double>(c, c.source, i, own.high), row_as<double>(c, c.plus, i, own.low), to, c.n);
+        store_sums((const T*)row_of(c.source, i), (const T*)row_of(c.plus, i), (T*)row_of(c.x, i), c.n);
     });
 }
 

@@ -37,31 +37,9 @@ constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
 // Inputs beyond the cache of one core are prefetched.
 constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
-constexpr Index LEAST_SAMPLE = 1 << 15;
-
 Index forward_rows(Index rows, Index n) {
     Index elements = std::min(std::max(rows * n / FEW_TILES, LEAST_FORWARD_TILE), FORWARD_TILE);
     return std::max<Index>(elements / n / GROUP, 1) * GROUP;
-}
-
-template <class T> void further(T*& p, Index bytes) {
-    if (p) p = (T*)((char*)p + bytes);
-}
-
-// The call of one sample: its parameters and, if it is of one tile, its sums are in `room`.
-Call sample_of(const Call& all, Index sample, double* room) {
-    Call c = all;
-    Index row = sample * c.rows;
-    for (Rows* rows : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(rows->data, row * rows->stride);
-    for (double** words : {&c.mean, &c.mean_lo, &c.rstd, &c.rstd_lo, &c.mean_tail, &c.spread}) further(*words, row * 8);
-    further(c.marks, row), further(c.gamma, sample * c.gamma_stride), further(c.beta, sample * c.beta_stride);
-    for (int k = 0; k < 2; k++) {
-        further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.uncertified[k], sample * 2 * c.n);
-        further(c.partial[k], sample * 6 * c.n * 8);
-    }
-    Arena own{room, 0};
-    if (room) c.lay_out_parameters(own), c.lay_out_sums(own), c.own += own.used;
-    return c;
 }
 
 Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
@@ -84,25 +62,21 @@ void finish_work(void* data, Index part, int) {
     note_overflow(c);
 }
 
-// A sample of one tile, from its parameters to its sums.
-void sample_work(void* data, Index sample, int thread) {
-    const Call& all = *(const Call*)data;
-    Call c = sample_of(all, sample, all.own + all.own_size * thread);
-    kernels->prepare(c), tile_work(&c, 0, thread);
-    for (Index part = 0, parts = finish_parts(c); part < parts; part++) finish_work(&c, part, thread);
+Index backward_rows(Index rows, Index n, bool nearest) {
+    Index limit = std::max(std::min(SUMS / n, MOST_TILES), FEWEST_TILES);
+    Index few = std::min(std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW_TILES);
+    Index tiles = std::min(std::max<Index>(std::max(rows * n / BACKWARD_TILE, few), 1), limit);
+    Index size = std::max<Index>((rows + tiles - 1) / tiles, 1);
+    return (size + GROUP - 1) / GROUP * GROUP;
 }
-
-// Whether threads share out samples, and not the tiles of one sample after the other.
-bool by_samples(const Call& c) { return c.samples > 1 && c.tiles == 1; }
 
 // Takes the scratch memory of all threads in one piece.
 bool take_scratch(Call& c, int threads, double*& memory) {
     Arena shared, own;
     c.lay_out_parameters(shared), c.lay_out_sums(shared);
-    if (by_samples(c)) c.lay_out_parameters(own), c.lay_out_sums(own);
     (void)Own(c, own);
     // No more threads than parts have work.
-    Index parts = std::min<Index>(threads, by_samples(c) ? c.samples : c.tiles);
+    Index parts = std::min<Index>(threads, c.tiles);
     c.scratch_bytes = (shared.used + own.used * parts) * (Index)sizeof(double);
     memory = (double*)memory::take((size_t)c.scratch_bytes);
     if (!memory) return false;
@@ -112,19 +86,12 @@ bool take_scratch(Call& c, int threads, double*& memory) {
     return true;
 }
 
-// Does all samples; false, and nothing is written, if gamma or beta of one is out of range, with pairs or of float64.
-bool run_samples(Call& c, int threads) {
-    bool may_decline = c.pairs() || c.gamma_type == F64 || c.beta_type == F64;
-    bool wake = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
-    for (Index i = 0; c.samples > 1 && may_decline && i < c.samples; i++)
-        if (!kernels->prepare(sample_of(c, i, nullptr))) return false;
-    if (by_samples(c)) return pool::run(c.samples, threads, wake, sample_work, &c), true;
-    for (Index i = 0; i < c.samples; i++) {
-        Call one = sample_of(c, i, nullptr);
-        if (!kernels->prepare(one)) return false;
-        pool::run(c.tiles, threads, wake, tile_work, &one);
-        pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &one);
-    }
+// Does all tiles, then the sums; false, and nothing is written, if gamma or beta is out of range.
+bool run_tiles(Call& c, int threads) {
+    bool wake = c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
+    if (!kernels->prepare(c)) return false;
+    pool::run(c.tiles, threads, wake, tile_work, &c);
+    pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
     return true;
 }
 
@@ -140,47 +107,31 @@ bool has_v4() {
 
 }  // namespace
 
-Index backward_rows(Index rows, Index n, bool nearest) {
-    Index limit = std::max(std::min(SUMS / n, MOST_TILES), FEWEST_TILES);
-    Index few = std::min(std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW_TILES);
-    Index tiles = std::min(std::max<Index>(std::max(rows * n / BACKWARD_TILE, few), 1), limit);
-    Index size = std::max<Index>((rows + tiles - 1) / tiles, 1);
-    return (size + GROUP - 1) / GROUP * GROUP;
-}
-
-bool has_huge_dy(const Call& c) {
-    bool huge = false;
-    for (Index i = 0; c.dy.type == F64 && i < c.samples * c.rows; i++) huge |= !kernels->is_within((const double*)row_of(c.dy, i), c.n, 0);
-    return huge;
-}
-
 void plan(Call& c) {
-    Index rows = c.plan_rows ? c.plan_rows : c.rows;
-    c.tile_rows = c.backward ? backward_rows(rows, c.n, c.nearest) : forward_rows(rows, c.n);
+    c.tile_rows = c.backward ? backward_rows(c.rows, c.n, c.nearest) : forward_rows(c.rows, c.n);
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
     bool any_float64 = (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64);
     for (int i = 0; i < 2; i++) any_float64 |= c.sums_out[i] && c.sums_type[i] == F64;
-    bool needs_pairs = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) || any_float64;
-    bool needs_staging = c.backward && (c.plus.data || c.dy.type != c.x.type);
-    // Pairs round rare calls correctly.
+    bool needs_pairs = c.unrounded || (c.rms && c.sums_out[1]) || any_float64;
+    bool needs_staging = c.y.type != c.x.type || (c.backward && c.plus.data);
+    // Pairs round rare calls correctly, and hold the digits of a float64 result.
     c.in_pairs = c.in_pairs || (c.nearest && (needs_pairs || needs_staging));
-    c.staged = needs_staging || (c.in_pairs && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
-    Index row_bytes = c.n * BYTES[c.x.type], bytes = c.samples * c.rows * row_bytes;
-    bool aligned = c.y.stride == row_bytes && row_bytes % kernels->alignment == 0 && (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
-    // Non-temporal stores end with a fence, which takes as long as a small sample.
-    c.past = aligned && bytes >= PAST_CACHES && c.rows * row_bytes >= LEAST_SAMPLE, c.ahead = bytes >= OWN_CACHE;
+    c.staged = needs_staging || (c.in_pairs && (c.nearest || c.x.type != F64));
+    Index row_bytes = c.n * BYTES[c.x.type], bytes = c.rows * row_bytes;
+    bool aligned = c.y.type == c.x.type && c.y.stride == row_bytes && row_bytes % kernels->alignment == 0 && (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
+    c.past = aligned && bytes >= PAST_CACHES, c.ahead = bytes >= OWN_CACHE;
     c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);
     if (c.in_pairs) c.step = c.step_in_pairs();
 }
 
 State run(Call& c, int threads) {
     double* scratch;
-    threads = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)std::min<Index>(threads, pool::MOST);
+    threads = c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)std::min<Index>(threads, pool::MOST);
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     pool::DefaultControl control;
     bool overflowed = false;
     c.overflowed = &overflowed;
-    State state = !run_samples(c, threads) ? DECLINED : overflowed && !c.pairs() ? OVERFLOWED : DONE;
+    State state = !run_tiles(c, threads) ? DECLINED : overflowed && !c.pairs() ? OVERFLOWED : DONE;
     memory::give(scratch);
     return state;
 }

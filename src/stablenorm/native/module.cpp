@@ -77,40 +77,35 @@ PyObject* as_named(int type, PyObject* values) {
 
 // ---- both directions ----
 
-// Gamma or beta: n elements, maybe with leading axes of 1 as x has; of samples, (samples, n), whose rows may be the same.
-bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& type, Index& stride) {
+// Gamma or beta: n elements, maybe with leading axes of 1 as x has.
+bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& type) {
     if (!is_given(object)) return true;
     PyArrayObject* a = (PyArrayObject*)object;
-    if (!is_of_floats(object, type) || type == PARTIAL || PyArray_NDIM(a) > c.ndim) return false;
-    if (last_length(a) != c.n || (c.n > 1 && PyArray_STRIDE(a, PyArray_NDIM(a) - 1) != BYTES[type])) return false;
-    if (PyArray_SIZE(a) != c.samples * c.n || (c.samples > 1 && PyArray_NDIM(a) != 2)) return false;
-    return data = PyArray_BYTES(a), stride = PyArray_STRIDE(a, 0), true;
+    if (!is_of_floats(object, type) || PyArray_NDIM(a) > c.ndim || PyArray_SIZE(a) != c.n || last_length(a) != c.n) return false;
+    if (c.n > 1 && PyArray_STRIDE(a, PyArray_NDIM(a) - 1) != BYTES[type]) return false;
+    return data = PyArray_BYTES(a), true;
 }
 
 bool see_norm(PyObject* of, Call& c) {
     if (!is_record(of, NORM, of_norm::fields)) return false;
     PyObject *eps = field(of, of_norm::eps), *offset = field(of, of_norm::gamma_offset);
-    if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset)) return false;
-    c.eps = PyFloat_AsDouble(eps), c.gamma_offset = PyFloat_AsDouble(offset), c.rms = is_word(field(of, of_norm::kind), "rms");
+    if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset) || PyFloat_AsDouble(offset) != 0) return false;
+    c.eps = PyFloat_AsDouble(eps), c.rms = is_word(field(of, of_norm::kind), "rms");
     c.nearest = is_word(field(of, of_norm::rounding), "nearest");
-    bool known = c.nearest || is_word(field(of, of_norm::rounding), "fast"), finite = c.gamma_offset - c.gamma_offset == 0;
-    return known && finite && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
-           see_parameter(field(of, of_norm::gamma), c, c.gamma, c.gamma_type, c.gamma_stride) &&
-           see_parameter(field(of, of_norm::beta), c, c.beta, c.beta_type, c.beta_stride) && (c.gamma || c.gamma_offset == 0);
+    bool known = c.nearest || is_word(field(of, of_norm::rounding), "fast");
+    return known && c.eps >= 0 && c.eps <= __DBL_MAX__ && see_parameter(field(of, of_norm::gamma), c, c.gamma, c.gamma_type) &&
+           see_parameter(field(of, of_norm::beta), c, c.beta, c.beta_type);
 }
 
-// The rows of x, in so many samples.
-bool see_x(PyObject* object, PyObject* samples, Call& c) {
+bool see_x(PyObject* object, Call& c) {
     if (!see_rows(object, c.x)) return false;
-    c.n = last_length((PyArrayObject*)object), c.ndim = PyArray_NDIM((PyArrayObject*)object);
-    Index rows = PyArray_SIZE((PyArrayObject*)object) / c.n;
-    c.samples = samples ? PyLong_AsSsize_t(samples) : 1, c.rows = rows / (c.samples > 0 ? c.samples : 1);
-    return c.samples > 0 && c.rows * c.samples == rows;
+    PyArrayObject* x = (PyArrayObject*)object;
+    return c.n = last_length(x), c.ndim = PyArray_NDIM(x), c.rows = PyArray_SIZE(x) / c.n, true;
 }
 
-// Sees another array of the shape of x; None leaves `rows` empty.
-bool see_like_x(PyObject* object, PyObject* x, Rows& rows) {
-    return !is_given(object) || (see_rows(object, rows) && PyArray_SAMESHAPE((PyArrayObject*)object, (PyArrayObject*)x));
+// Sees another array of the shape and dtype of x; None leaves `rows` empty.
+bool see_like_x(PyObject* object, PyObject* x, const Call& c, Rows& rows) {
+    return !is_given(object) || (see_rows(object, rows) && rows.type == c.x.type && PyArray_SAMESHAPE((PyArrayObject*)object, (PyArrayObject*)x));
 }
 
 // The float64 vectors of the statistics that a call has, in the order of `of_statistics`; null for others.
@@ -123,7 +118,7 @@ Words words_of(Call& c) {
 
 // Runs a call. It is done but for marked rows and uncertified columns, or OVERFLOWED, or nothing is written.
 jobs::State run(Call& c, PyObject* threads) {
-    Index elements = c.samples * c.rows * c.n;
+    Index elements = c.rows * c.n;
     int count = 1;
     if (elements >= WORTH_SHARING) {
         Owned own;
@@ -157,37 +152,37 @@ PyObject* new_statistics(const Call& c, const Words& words) {
     PyObject* statistics = PyTuple_New(of_statistics::fields);
     for (int i = 0; statistics && i < of_statistics::fields; i++) {
         double** place = (size_t)i < WORDS ? words[(size_t)i] : nullptr;
-        PyObject* word = place ? new_vector(c.samples * c.rows, NPY_DOUBLE, *place) : Py_NewRef(Py_None);
+        PyObject* word = place ? new_vector(c.rows, NPY_DOUBLE, *place) : Py_NewRef(Py_None);
         if (!word || PyTuple_SetItem(statistics, i, word) < 0) return Py_DECREF(statistics), nullptr;
     }
     return statistics;
 }
 
-// Arguments: x, norm, axis, out, backend, keep, residual, where, threads; for plain rows also the sum of x and the residual,
-// and the number of samples. Returns y and the cache, or None.
+// Arguments: x, norm, axis, out, backend, keep, residual, where, threads, and an array for the sum of x and the residual.
+// Returns y and the cache, or None.
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    enum { X, OF_NORM, AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, TOTAL, SAMPLES, ALL };
-    if (count != ALL && count != TOTAL) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", TOTAL, ALL, count);
+    enum { X, OF_NORM, AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, TOTAL, ALL };
+    if (count != ALL) return PyErr_Format(PyExc_TypeError, "%d arguments are needed, got %zd", ALL, count);
     Call c;
-    bool is_more = count == ALL, keep = args[KEEP] == Py_True, is_last = is_number(args[AXIS], -1);
-    if (!jobs::kernels || !is_last || is_given(args[WHERE]) || !see_x(args[X], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
-    PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None, *norm = args[OF_NORM];
-    if (!see_norm(norm, c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
+    PyObject *out = args[OUT], *total = args[TOTAL], *norm = args[OF_NORM];
+    bool keep = args[KEEP] == Py_True;
+    if (!jobs::kernels || is_given(args[WHERE]) || !see_x(args[X], c)) return declined();
+    if (!is_number(args[AXIS], -1) && !is_number(args[AXIS], c.ndim - 1)) return declined();
+    if (!see_norm(norm, c) || !see_like_x(args[RESIDUAL], args[X], c, c.plus)) return declined();
     PyArrayObject* x = (PyArrayObject*)args[X];
-    if (is_given(out) && !is_more) {
+    if (is_given(out)) {
         // y may overwrite x if nothing reads x again.
         bool is_over = out == args[X] && !c.nearest && (!keep || c.plus.data);
         PyObject *gamma = field(norm, of_norm::gamma), *beta = field(norm, of_norm::beta);
-        if (!is_room(out, args[X], {is_over ? Py_None : args[X], gamma, beta, args[RESIDUAL]})) return declined();
+        if (!is_room(out, args[X], {is_over ? Py_None : args[X], gamma, beta, args[RESIDUAL]}) || !see_room(out, c.y)) return declined();
     }
-    if (is_given(out) && !see_room(out, c.y)) return declined();
     Owned own;
     PyObject* y = own(result_like(out, x));
     if (c.plus.data) total = own(result_like(total, x));
     if (!y || !total) return nullptr;
     if (c.plus.data) c.source = c.x, see_rows(total, c.x);
-    see_rows(y, c.y), c.in_pairs = c.x.type == F64, c.over = c.y.data == c.x.data;
-    PyObject* marks = c.pairs() ? own(new_vector(c.samples * c.rows, NPY_UINT8, c.marks)) : y;
+    see_rows(y, c.y), c.in_pairs = c.x.type == F64 || c.y.type == F64, c.over = c.y.data == c.x.data;
+    PyObject* marks = c.pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
     PyObject* statistics = keep ? own(new_statistics(c, words_of(c))) : Py_None;
     if (!marks || !statistics) return nullptr;
     jobs::plan(c);
@@ -196,8 +191,8 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (keep) statistics = own(as_named(STATISTICS, Py_NewRef(statistics)));
     PyObject* source = c.plus.data ? total : args[X];
     if (!statistics) return nullptr;
-    if (has_any(c.marks, c.samples * c.rows) && !finish(FINISH_FORWARD, "OOOOOn", source, y, norm, statistics, marks, c.samples)) return nullptr;
-    if (state == jobs::OVERFLOWED && !finish(REPEAT_FORWARD, "OOOn", source, y, norm, c.samples)) return nullptr;
+    if (has_any(c.marks, c.rows) && !finish(FINISH_FORWARD, "OOOOO", source, y, norm, statistics, marks)) return nullptr;
+    if (state == jobs::OVERFLOWED && !finish(REPEAT_FORWARD, "OOO", source, y, norm)) return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
     PyObject *axes = own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), *backend = own(PyUnicode_FromString("native"));
     if (!axes || !backend) return nullptr;
@@ -208,18 +203,17 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // ---- backward ----
 
 // The statistics of a cache of a forward of plain rows.
-bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
+bool see_cache(PyObject* of, PyObject* kind, Call& c) {
     if (!is_record(of, CACHE, of_cache::fields) || is_given(field(of, of_cache::where)) || !is_word(field(of, of_cache::backend), "native")) return false;
     PyObject *x = field(of, of_cache::x), *axes = field(of, of_cache::axis), *statistics = field(of, of_cache::statistics);
-    if (!is_record(statistics, STATISTICS, of_statistics::fields) || !see_x(x, samples, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
+    if (!is_record(statistics, STATISTICS, of_statistics::fields) || !see_x(x, c) || !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
     bool is_last = PyTuple_Check(axes) && PyTuple_Size(axes) == 1 && is_number(field(axes, 0), c.ndim - 1);
-    Index rows = c.samples * c.rows;
     Words words = words_of(c);
     for (size_t i = 0; is_last && i < WORDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(statistics, (Py_ssize_t)i);
         if (!words[i]) continue;
         bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_ISCARRAY_RO(word);
-        if (!usable || PyArray_SIZE(word) != rows) return false;
+        if (!usable || PyArray_SIZE(word) != c.rows) return false;
         *words[i] = (double*)PyArray_DATA(word);
     }
     return is_last;
@@ -236,24 +230,19 @@ bool see_names(PyObject* names, bool (&wanted)[3]) {
     return found == count;
 }
 
-// Arguments: dy, a cache, the kind of norm, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads; for plain rows also
-// the rows of the whole call, of which these may be a block, and the number of samples. Returns the gradients, or None.
+// Arguments: dy, a cache, the kind of norm, wrt, out, dsum, threads, and an array of float64, (2, n, 3), for partial sums instead
+// of dgamma and dbeta. Returns the gradients, or None.
 PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    enum { DY, OF_CACHE, KIND, WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, PLAN_ROWS, SAMPLES, ALL };
-    if (count != ALL && count != PLAN_ROWS) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", PLAN_ROWS, ALL, count);
+    enum { DY, OF_CACHE, KIND, WRT, OUT, DSUM, THREADS, UNROUNDED, ALL };
+    if (count != ALL) return PyErr_Format(PyExc_TypeError, "%d arguments are needed, got %zd", ALL, count);
     Call c;
-    c.backward = true;
-    bool is_more = count == ALL, wanted[3] = {};
-    if (is_given(args[SUM_AXES]) || is_given(args[DMEAN]) || is_given(args[DRSTD])) return declined();
+    c.backward = true, c.unrounded = is_given(args[UNROUNDED]);
+    bool wanted[3] = {};
     if (!jobs::kernels || !see_names(args[WRT], wanted)) return declined();
-    if (!see_cache(args[OF_CACHE], args[KIND], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
+    if (!see_cache(args[OF_CACHE], args[KIND], c)) return PyErr_Clear(), declined();
     PyObject *x = field(args[OF_CACHE], of_cache::x), *norm = field(args[OF_CACHE], of_cache::norm), *out = args[OUT], *dy = args[DY];
-    if (!see_like_x(dy, x, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c.plus)) return declined();
+    if (!see_like_x(dy, x, c, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c, c.plus)) return declined();
     if (is_given(out) && !(PyTuple_Check(out) && PyTuple_Size(out) == 3)) return declined();
-    c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.in_pairs = c.x.type == F64 || jobs::has_huge_dy(c);
-    c.accumulate = args[ACCUMULATE] == Py_True;
-    // Sums with uncertified columns are added to old values in Python.
-    if ((c.accumulate && c.pairs()) || !PyBool_Check(args[ACCUMULATE])) return declined();
 
     Owned own;
     PyObject* likes[] = {x, field(norm, of_norm::gamma), field(norm, of_norm::beta)};
@@ -264,19 +253,25 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (is_given(target) && !wanted[i]) return declined();
         // dx may overwrite dy if nothing reads dy again.
         PyObject* read = target == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
-        if (is_given(target) && !is_more && !is_room(target, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]})) return declined();
-        if (!wanted[i] || !(is_given(target) || is_given(likes[i]))) continue;
-        if (c.accumulate && i > 0 && !is_given(target)) return declined();
+        if (is_given(target) && !is_room(target, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]})) return declined();
+        if (!wanted[i] || !is_given(likes[i]) || (i > 0 && c.unrounded)) continue;
         results[i] = own(result_like(target, (PyArrayObject*)likes[i]));
         if (!results[i]) return nullptr;
     }
-    Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
+    Index columns = 2 * c.n;
     PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *statistics = field(args[OF_CACHE], of_cache::statistics);
     c.y.type = c.x.type;
     if (is_given(results[0]) && !see_room(results[0], c.y)) return declined();
+    c.in_pairs = c.x.type == F64 || c.y.type == F64;
+    if (c.unrounded) {
+        PyArrayObject* sums = (PyArrayObject*)(partial = args[UNROUNDED]);
+        if (!PyArray_CheckExact(partial) || PyArray_TYPE(sums) != NPY_DOUBLE || !PyArray_ISCARRAY(sums) || PyArray_SIZE(sums) != 3 * columns) return declined();
+        c.partial[0] = (double*)PyArray_DATA(sums);
+    }
     for (int i = 0; i < 2; i++) {
         // Sums over rows are one behind the other.
         PyArrayObject* sums = (PyArrayObject*)results[1 + i];
+        if (c.unrounded && wanted[1 + i]) c.sums_out[i] = (char*)c.partial[0];
         if (!is_given(results[1 + i])) continue;
         if (!is_of_floats(results[1 + i], c.sums_type[i]) || !PyArray_IS_C_CONTIGUOUS(sums)) return declined();
         c.sums_out[i] = PyArray_BYTES(sums);
@@ -285,32 +280,26 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     // Sums that overflow are computed again from dy: mostly those of a narrower range than its own.
     for (int i = 0; c.over && i < 2; i++)
         if (c.sums_out[i] && c.sums_type[i] == F16 && c.x.type != F16) return declined();
-    if (c.over && !(marks = own(new_vector(rows, NPY_UINT8, c.marks)))) return nullptr;
+    if (c.over && !(marks = own(new_vector(c.rows, NPY_UINT8, c.marks)))) return nullptr;
     if (c.pairs()) {
-        marks = own(new_vector(rows, NPY_UINT8, c.marks)), uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
-        if (c.summing()) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
+        marks = own(new_vector(c.rows, NPY_UINT8, c.marks)), uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
+        if (c.summing() && !c.unrounded) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
         if (!marks || !uncertified || !partial) return nullptr;
         memset(c.uncertified[0], 0, (size_t)columns), c.uncertified[1] = c.uncertified[0] + c.n;
-        if (c.summing()) c.partial[1] = c.partial[0] + 3 * c.n;
         // Rows that the forward found out of range have no rstd_lo.
-        for (Index i = 0; i < rows; i++)
+        for (Index i = 0; i < c.rows; i++)
             c.marks[i] = c.rstd_lo && c.rstd_lo[i] != c.rstd_lo[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
     }
+    if (c.partial[0]) c.partial[1] = c.partial[0] + 3 * c.n;
     jobs::plan(c);
     jobs::State state = run(c, args[THREADS]);
     if (!is_done(state)) return declined();
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
     if (!gradients) return nullptr;
-    bool unfinished = c.pairs() && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns));
-    if (unfinished && !finish(FINISH_BACKWARD, "OOOOOOOOOn", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, c.samples)) return nullptr;
-    if (state == jobs::OVERFLOWED && !finish(REPEAT_BACKWARD, "OOOOOOOn", dy, x, norm, gradients, args[DSUM], marks, args[ACCUMULATE], c.samples)) return nullptr;
+    bool unfinished = c.pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], columns));
+    if (unfinished && !finish(FINISH_BACKWARD, "OOOOOOOOOi", dy, x, norm, statistics, gradients, args[DSUM], marks, uncertified, partial, (int)c.unrounded)) return nullptr;
+    if (state == jobs::OVERFLOWED && !finish(REPEAT_BACKWARD, "OOOOOO", dy, x, norm, gradients, args[DSUM], marks)) return nullptr;
     return Py_NewRef(gradients);
-}
-
-PyObject* tile_rows(PyObject*, PyObject* args) {
-    Index rows, n;
-    int nearest;
-    return PyArg_ParseTuple(args, "nnp", &rows, &n, &nearest) ? PyLong_FromSsize_t(jobs::backward_rows(rows, n, nearest)) : nullptr;
 }
 
 // ---- which kernels ----
@@ -355,7 +344,6 @@ template <class F> PyCFunction as_method(F f) { return (PyCFunction)(void (*)())
 PyMethodDef methods[] = {
     {"forward", as_method(forward), METH_FASTCALL, "Return y and the cache, or None if the call is not for these kernels."},
     {"backward", as_method(backward), METH_FASTCALL, "Return the gradients, or None if the call is not for these kernels."},
-    {"tile_rows", tile_rows, METH_VARARGS, "Count the rows of a tile of a backward."},
     {"prepare", as_method(prepare), METH_FASTCALL, "Take what the calls need of Python, once."},
     {"instructions", instructions, METH_NOARGS, "Name the instruction sets that this processor has kernels for."},
     {"use", use, METH_O, "Use the kernels of an instruction set."},

@@ -171,9 +171,9 @@ template <bool LAYER, bool NO_TAIL = false> INLINE Pairs xhat_of(N v, const Row&
     return Pairs{d.high, (d.low + c.low) + row.mean_tail} * row.rstd;
 }
 
-// gamma + gamma_offset as pairs, and beta or null.
+// Gamma, and beta or null.
 struct Parameters {
-    const double *gamma, *gamma_low, *beta;
+    const double *gamma, *beta;
 };
 
 // The error term that an element shares with its row. Layer norm: the rounding of the mean. RMS norm: low parts that
@@ -194,9 +194,7 @@ NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, 
     each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         N v = load<P>(x + j, count), u = load<P>(parameters.gamma + j);
         Pairs h = xhat_of<LAYER, NO_TAIL>(v, row);
-        Pairs scaled = h * u;
-        if (STAGED) scaled.low = fma(h.high, load<P>(parameters.gamma_low + j), scaled.low);
-        out(j, count, scaled + load<P>(parameters.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
+        out(j, count, h * u + load<P>(parameters.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
     });
     return out;
 }
@@ -219,20 +217,12 @@ struct Columns {
     bool sizes;
 };
 
-template <bool STAGED> INLINE Pairs g_of(N d, Index j, const Parameters& parameters) {
-    Pairs g = two_product(d, load<P>(parameters.gamma + j));
-    if (STAGED) g.low = fma(d, load<P>(parameters.gamma_low + j), g.low);
-    return g;
-}
+INLINE Pairs g_of(N d, Index j, const Parameters& parameters) { return two_product(d, load<P>(parameters.gamma + j)); }
 
 // m: the smallest of the sampled g; 0 if they differ in sign.
 NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& parameters, Index n) {
     Index s = n / 8 > 1 ? n / 8 : 1;
-    auto g_at = [&](Index j) {
-        double d = number(dy + j);
-        Pair<double> g = two_product(d, parameters.gamma[j]);
-        return Pair<double>{g.high, fma(d, parameters.gamma_low[j], g.low)};
-    };
+    auto g_at = [&](Index j) { return two_product(number(dy + j), parameters.gamma[j]); };
     Pair<double> m = g_at(0);
     double least = m.high, most = m.high;
     for (Index j = s; j < n; j += s) {
@@ -254,7 +244,7 @@ NOINLINE void pull(Back& of, Index n, const Parameters& parameters, Sums& along,
     const double *dy = of.dy, *x = of.x;
     auto add = [&](Index j, Index count) INLINE_LAMBDA {
         N d = load<P>(dy + j, count), v = load<P>(x + j, count);
-        Pairs xhat = xhat_of<LAYER>(v, row), g = g_of<STAGED>(d, j, parameters);
+        Pairs xhat = xhat_of<LAYER>(v, row), g = g_of(d, j, parameters);
         store_pair(h + j, apart, xhat);
         if (SHIFT) g = g + m;
         if (SHIFT && count < P) g = {first(g.high, count), first(g.low, count)};
@@ -279,8 +269,8 @@ NOINLINE void pull(Back& of, Index n, const Parameters& parameters, Sums& along,
 }
 
 // Sets the means of `count` rows, and `size`, at least 2 |m| + 3 rms(g - m), and 0 only where all g - m are 0. They are if
-// their computed squares add up to 0, and g is an exact product (`exact`) or m is 0.
-NOINLINE inline void finish_means(const Sums& along, Index n, Back* rows, int count, bool exact) {
+// their computed squares add up to 0, since g is an exact product.
+NOINLINE inline void finish_means(const Sums& along, Index n, Back* rows, int count) {
     Pairs share = broadcast_pair(reciprocal((double)n));
     double means[4][GROUP];
     store_pair(means[0], GROUP, settled(total(along.plain) * share));
@@ -288,8 +278,7 @@ NOINLINE inline void finish_means(const Sums& along, Index n, Back* rows, int co
     for (int r = 0; r < count; r++) {
         Back& of = rows[r];
         of.plain = {means[0][r], means[1][r]}, of.slope = {means[2][r], means[3][r]};
-        bool none = of.size == 0 && exact;
-        of.size = none ? 0 : 2 * magnitude(of.m.high) + 3.1 * std::sqrt(of.size / (double)n);
+        of.size = of.size == 0 ? 0 : 2 * magnitude(of.m.high) + 3.1 * std::sqrt(of.size / (double)n);
     }
 }
 
@@ -311,7 +300,7 @@ NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& parame
     const double *dy = of.dy, *x = of.x;
     each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         N d = load<P>(dy + j, count);
-        Pairs g = g_of<STAGED>(d, j, parameters), xhat = load_pair(h + j, apart);
+        Pairs g = g_of(d, j, parameters), xhat = load_pair(h + j, apart);
         if (SHIFT) g = g + m;
         N part = magnitude(g.high);
         if (LAYER) g = g + plain;

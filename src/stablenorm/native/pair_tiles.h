@@ -7,7 +7,7 @@
 namespace {
 namespace pairs {
 
-Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
+Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.wide_beta}; }
 
 // True if a row has a NaN or an infinity, which spoils all of it.
 bool is_spoiled(const double* x, Index n) { return !(range_of(x, n).low < __builtin_inf()); }
@@ -104,7 +104,6 @@ template <bool LAYER, bool STAGED> void backward(const Call& c, const Own& own, 
     Index p = c.padded_n(), held = 0;
     Columns over = {sums, p, c.nearest};
     if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
-    bool exact = c.gamma_offset == 0;  // low parts of gamma are 0
     pairs::Sums along = {};
     Back rows[GROUP] = {};
     for (Index top = tile.first; top < tile.stop; top += c.step) {
@@ -117,7 +116,7 @@ template <bool LAYER, bool STAGED> void backward(const Call& c, const Own& own, 
             pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
             at[count++] = i;
         }
-        finish_means(along, c.n, rows, count, exact);
+        finish_means(along, c.n, rows, count);
         for (int r = 0; r < count && c.y.data; r++) write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
         if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, c.n), held = 0;
     }

@@ -49,6 +49,14 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             y[r] = (T*)row_of(c.y, i);
         }
         using Far = Mode<LAYER, LAYER, NEAREST>;
+        if constexpr (!NEAREST) {
+            // y of another type than x.
+            for (int r = 0; r < count && c.staged; r++) {
+                write_y<1, Far, false, T, double>(x, &own.high, c.n, of, r, parameters, columns_ahead<T>(c, c.step));
+                finish_row(c, own, top + r, (char*)y[r], 0);
+            }
+            if (c.staged) return;
+        }
         using Near = Mode<LAYER, LAYER && !NEAREST, NEAREST>;
         auto two = c.past ? write_y<ROWS_OF_Y, Far, true, T, T> : write_y<ROWS_OF_Y, Far, false, T, T>;
         auto one = c.past ? write_y<1, Far, true, T, T> : write_y<1, Far, false, T, T>;
@@ -111,9 +119,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
     double chain = chain_of(c.n, L, RUN);
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
-            Index apart = r * c.padded_n();
-            const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart);
-            const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart);
+            const T *dy = (const T*)row_of(c.dy, i + r), *x = (const T*)row_of(c.x, i + r);
             double* kept = own.kept + (which * R + r) * 2 * c.padded_n();
             Back<T>& of = rows[which][r];
             of = {dy, x, M::LAYER ? c.mean[i + r] : 0, M::LAYER ? c.mean_lo[i + r] : 0, c.rstd[i + r], M::LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.padded_n()};
@@ -224,8 +230,6 @@ template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int t
 
 void do_tile(const Call& c, Index tile, int thread) {
     if (c.in_pairs) do_in_pairs(c, tile, thread);
-    // Lift dy and x to float64 if their types differ.
-    else if (c.backward && c.dy.type != c.x.type) (c.rms ? backward<Mode<false, false, false>, double> : backward<Mode<true, true, false>, double>)(c, tile, thread);
     else of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         if constexpr (sizeof(T) < 8) (c.rms ? do_narrow<T, false> : do_narrow<T, true>)(c, tile, thread);
@@ -243,4 +247,4 @@ void do_tile(const Call& c, Index tile, int thread) {
 #define NAME kernels_x86_64_v3
 #define INSTRUCTIONS "x86-64-v3"
 #endif
-extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, is_within, finish};
+extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, finish};

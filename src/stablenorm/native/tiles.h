@@ -24,7 +24,7 @@ Tile tile_of(const Call& c, Index number) {
 
 // Row i of x, where it lies or lifted to `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
-    if (c.source.data) add_residual(c, own, i);
+    if (c.source.data) add_residual(c, i);
     return row_as<T>(c, c.x, i, room);
 }
 

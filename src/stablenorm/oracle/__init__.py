@@ -18,7 +18,7 @@ import numpy as np
 
 from stablenorm.oracle.exact import ContractResult, ExactNorm, as_float64
 from stablenorm.oracle.rounding import Array, format_of, nearest, read, require
-from stablenorm.oracle.rows import ADDED, DOUBLE_BACKWARD, NORM, Quantity
+from stablenorm.oracle.rows import DOUBLE_BACKWARD, NORM, Quantity
 from stablenorm.oracle.surds import RATIONAL, enclose
 
 __all__ = [
@@ -31,7 +31,7 @@ ArrayOrNone = Array | None
 def exact_layer_norm(
     x: Array, gamma: ArrayOrNone = None, beta: ArrayOrNone = None, eps: float = 1e-5, dy: ArrayOrNone = None, *,
     gamma_offset: float = 0.0, residual: ArrayOrNone = None, where: ArrayOrNone = None,
-    dsum: ArrayOrNone = None, dmean: ArrayOrNone = None, drstd: ArrayOrNone = None,
+    dsum: ArrayOrNone = None,
     accumulate: tuple[ArrayOrNone, ArrayOrNone] = (None, None),
     tx: ArrayOrNone = None, tgamma: ArrayOrNone = None, tbeta: ArrayOrNone = None,
 ) -> ExactNorm:  # fmt: skip
@@ -51,16 +51,14 @@ def exact_layer_norm(
     dy : array of the shape of x, optional
         The cotangent of y. Needed for dx, dgamma and dbeta.
     gamma_offset : float, default: 0.0
-        The scale is ``gamma + gamma_offset``, the exact sum.
+        The scale is ``gamma + gamma_offset``, rounded once to float64.
     residual : array of the shape of x, optional
-        Added to `x`, and the sum rounded once to the dtype of `x`, before it is normalized.
+        Added to `x`, and the sum rounded once to the wider dtype of both, before it is normalized.
     where : array of bool, optional
         Broadcast to the shape of `x`. Elements where it is False are in no statistic and in no sum
         over rows, and are not read; y, ty and dx without dsum are 0 there.
     dsum : array of the shape of x, optional
         Added to dx: the gradient of what is normalized from its other use, as the next residual.
-    dmean, drstd : array of shape (..., 1), optional
-        The cotangents of the mean and of rstd. Their gradients are added to dx.
     accumulate : pair of array of shape (n,) or None, optional
         Arrays that dgamma and dbeta are added to, before the sums are rounded.
     tx : array of the shape of x, optional
@@ -96,7 +94,7 @@ def exact_layer_norm(
     dgamma, dbeta = accumulate
     return _exact(
         "layer", NORM, x, eps, gamma_offset, where, gamma=gamma, beta=beta, dy=dy, residual=residual,
-        dsum=dsum, dmean=dmean, drstd=drstd, dgamma=dgamma, dbeta=dbeta, tx=tx, tgamma=tgamma, tbeta=tbeta,
+        dsum=dsum, dgamma=dgamma, dbeta=dbeta, tx=tx, tgamma=tgamma, tbeta=tbeta,
     )  # fmt: skip
 
 
@@ -107,8 +105,7 @@ def exact_rms_norm(
     """
     Return the exact RMS norm of `x` over its last axis: ``xhat = x / sqrt(mean(x**2) + eps)``.
 
-    The parameters and the result are those of `exact_layer_norm`, and `options` its keywords. There is no
-    mean, and so no `dmean`.
+    The parameters and the result are those of `exact_layer_norm`, and `options` its keywords.
 
     Examples
     --------
@@ -118,7 +115,6 @@ def exact_rms_norm(
     >>> exact.rounded("y", np.float64)
     array([[0.2, 1.4]])
     """
-    require("dmean" not in options, "dmean must be left out, as an RMS norm has no mean", TypeError)
     exact = exact_layer_norm(x, gamma, beta, eps, dy, **options)
     # Safe: `exact` has computed nothing yet.
     exact._kind = "rms"
@@ -187,18 +183,21 @@ def _exact(
         if name.endswith(("gamma", "beta")):
             vectors[name] = read(_finite(name, as_float64(name, np.asarray(array), (n,))))
             continue
-        shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
-        values = as_float64(name, np.asarray(array), shape)
-        # Summands of dx do not pass through the norm: no mask applies to them.
-        matrices[name] = _finite(name, values if name in ADDED else np.where(mask, values, 0.0))
+        values = as_float64(name, np.asarray(array), x.shape)
+        # dsum does not pass through the norm: no mask applies to it.
+        matrices[name] = _finite(name, values if name == "dsum" else np.where(mask, values, 0.0))
     if "residual" in matrices:
         # Sums of floats are integers in units of a power of two: `nearest` decides every rounding.
         summands = (matrices.pop(name).reshape(-1) for name in ("x", "residual"))
         sums = enclose([(read(v), RATIONAL) for v in summands], x.size)
-        rounded = np.array([nearest(v, format_of(x.dtype, "x")) for v in sums], float)
+        residual: Any = arguments["residual"]
+        dtype = max(x.dtype, np.asarray(residual).dtype, key=lambda dtype: dtype.itemsize)
+        rounded = np.array([nearest(v, format_of(dtype, "x")) for v in sums], float)
+        x = x.astype(dtype)
         matrices["x"] = _finite("x + residual", rounded.reshape(x.shape))
-    ones = read(np.ones(n))
-    vectors["scale"] = vectors.get("gamma", ones) + ones * Fraction(float(gamma_offset))
+    gamma = arguments["gamma"]
+    scale = np.ones(n) if gamma is None else np.asarray(gamma).astype(np.float64)
+    vectors["scale"] = read(scale + gamma_offset)
     rows = {name: array.reshape(-1, array.shape[-1]) for name, array in matrices.items()}
     x = matrices["x"].astype(x.dtype)
     return ExactNorm(x, Fraction(float(eps)), kind, quantities, vectors, rows)

@@ -3,7 +3,7 @@ Rows in exact arithmetic: each quantity is written as on paper, as multiples of 
 
 A row is rational except for ``rstd``. As ``rstd**2 = 1 / (var + eps)``, odd powers of rstd are
 rational multiples of it and even powers are rational. So ``xhat = centered * rstd``, and with
-``g = (gamma + gamma_offset) * dy``
+``g = scale * dy``, scale the sum of gamma and gamma_offset
 
     dx = rstd (g - mean(g) - centered (rstd**2 mean(g * centered)))
 
@@ -87,17 +87,10 @@ def _y(row: Row) -> Parts:
         yield row["beta"] * row.ones, RATIONAL
 
 
-# Summands of dx, by argument. The derivatives of mean and rstd are 1 / n and -rstd**2 xhat / n.
-ADDED: dict[str, Callable[[Row, Vector], Part]] = {
-    "dsum": lambda _, v: (v, RATIONAL),
-    "dmean": lambda row, v: (row.ones * (v.total() / row.n), RATIONAL),
-    "drstd": lambda row, v: (row.xhat * (-v.total() * row.square / row.n), row.square),
-}
-
-
 def _dx(row: Row) -> Parts:
     yield row.project(row["scale"] * row["dy"]), row.square
-    yield from (added(row, row[name]) for name, added in ADDED.items() if name in row)
+    if "dsum" in row:
+        yield row["dsum"], RATIONAL
 
 
 def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:

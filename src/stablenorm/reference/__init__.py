@@ -1,36 +1,85 @@
 """
-The equations in NumPy on (rows, n), in float64 or double-double, rounded once; everything else copies them.
+The backend "numpy": the equations in NumPy on (rows, n), in float64, rounded once; everything else copies them.
 
-`blocks` does a call by `equations`, and `uncertified` does rows that are out of range, and with rounding="nearest" all,
-with integers.
+`equations` has them; `uncertified` does rows that are out of range, and with rounding="nearest" all, with integers.
 """
 
 from typing import Any
 
 import numpy as np
 
-from stablenorm.call import Backward, Forward, of_rows
-from stablenorm.reference import blocks, uncertified
-from stablenorm.reference.blocks import double_backward, jvp
-from stablenorm.reference.doubledouble import PARTIAL
-from stablenorm.reference.equations import project
-from stablenorm.types import Array, Statistics
+from stablenorm.call import Backward, Forward
+from stablenorm.reference import equations, uncertified
+from stablenorm.reference.equations import project, round_to, sum_rows
+from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
+from stablenorm.types import Array, Norm, Statistics
 
-__all__ = ["backward", "double_backward", "forward", "jvp", "lost", "project"]
+__all__ = ["add", "backward", "forward", "lost", "project"]
+
+# Products of three numbers within these, and sums of their squares, stay in the range of float64.
+LARGEST, SMALLEST = 2.0**300, 2.0**-300
 
 
+@np.errstate(all="ignore")
 def forward(call: Forward) -> Statistics:
-    """Do a forward of one sample: write y, and return the statistics."""
+    """Write y, and return the statistics."""
     if call.residual is not None:
-        blocks.add(call.x, call.residual, call.total)
-        call = call._replace(x=call.total, residual=None, total=None)
-    all_rows = blocks.needs_integers(call, call.norm.beta)
-    statistics = blocks.forward(call._replace(y=None) if all_rows else call)
-    again = statistics.out_of_range | all_rows
-    if call.y is not None and not all_rows:
-        again |= lost(call.y, *_counted(call.where, call.x))
-    uncertified.finish_forward(call, np.flatnonzero(again), statistics)
-    return statistics
+        add(call.x, call.residual, call.total)
+        call = call._replace(x=call.total)
+    norm, rare, words = _widened(call.norm), np.ones(len(call.x), bool), []
+    for rows in equations.blocks(call.x.shape):
+        x = call.x[rows].astype(np.float64, order="C")
+        y, statistics = equations.forward(x, norm)
+        call.y[rows] = round_to(y, call.y.dtype)
+        rare[rows] = _out_of_range(statistics.rstd, x)
+        words.append(statistics)
+    whole = Statistics._make(
+        None if parts[0] is None else np.concatenate(parts).ravel()
+        for parts in zip(*words, strict=True)
+    )
+    again = rare | _needs_integers(norm)
+    if all(v is None or np.isfinite(v).all() for v in (norm.gamma, norm.beta)):
+        again |= lost(call.y, call.x)
+    uncertified.finish_forward(call, np.flatnonzero(again), whole, rare)
+    return whole
+
+
+@np.errstate(all="ignore")
+def backward(call: Backward) -> None:
+    """Write the gradients that are wanted."""
+    norm, rare = _widened(call.norm), np.ones(len(call.x), bool)
+    totals = [np.zeros(call.x.shape[1], PARTIAL) for _ in range(2)]
+    for rows in () if norm.rounding == "nearest" else equations.blocks(call.x.shape):
+        x, dy = (v[rows].astype(np.float64, order="C") for v in (call.x, call.dy))
+        statistics = call.statistics.of_rows((rows, None))
+        xhat = equations.restore(x, statistics)
+        rare[rows] = out = _out_of_range(statistics.rstd, x, dy)
+        for i in np.flatnonzero(out).tolist():
+            xhat[i] = uncertified.xhat_row(x[i], norm)
+        for k, terms in enumerate((dy * xhat, dy)):
+            totals[k] = merged(totals[k], as_partial(sum_rows(terms), 0.0, np.nan))
+        if call.dx is not None:
+            dx = equations.backward(dy, xhat, statistics.rstd, norm)
+            if call.dsum is not None:
+                dx += call.dsum[rows]
+            call.dx[rows] = round_to(dx, call.dx.dtype)
+    columns = np.ones((2, call.x.shape[1]), bool)
+    for k, result in enumerate((call.dgamma, call.dbeta)):
+        if result is not None and norm.rounding != "nearest":
+            # A sum that is not finite may have left the range of float64 in between.
+            columns[k] = ~np.isfinite(totals[k]["high"])
+            result[...] = totals[k] if call.partial else rounded(totals[k], result.dtype)[0]
+    uncertified.finish_sums(call, columns, columns[:0], None)
+    if call.dx is not None:
+        rare |= lost(call.dx, call.x, call.dy) | _needs_integers(norm)
+        uncertified.write_dx(call, np.flatnonzero(rare))
+
+
+@np.errstate(all="ignore")
+def add(x: Array, residual: Array, total: Array) -> None:
+    """Write ``x + residual``, rounded once, into `total`; arrays of one shape, of any layout."""
+    # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
+    np.add(x, residual, out=total, dtype=total.dtype)
 
 
 def lost(result: Array, *inputs: Array) -> Array:
@@ -42,51 +91,28 @@ def lost(result: Array, *inputs: Array) -> Array:
     return rows  # type: ignore[no-any-return]
 
 
-def _counted(where: Array | None, *arrays: Array) -> list[Array]:
-    return [array if where is None else np.where(where, array, 0) for array in arrays]
+def _widened(norm: Norm) -> Norm:
+    """Return `norm` with gamma and beta in float64."""
+    gamma, beta = (
+        v if v is None else v.ravel().astype(np.float64) for v in (norm.gamma, norm.beta)
+    )
+    return norm._replace(gamma=gamma, beta=beta)
 
 
-def backward(call: Backward) -> None:
-    """Do a backward of one sample: write the gradients that are wanted."""
-    sums, n = (call.dgamma, call.dbeta), call.x.shape[1]
-    if call.sums == "exact":
-        for k, result in enumerate(sums):
-            columns = np.flatnonzero(() if result is None else result != 0)
-            for j, total in uncertified.exact_sums(call, k, columns):
-                result[j] += total
-        return
-    all_rows, rows = blocks.needs_integers(call), np.arange(len(call.x))
-    partial: Any = sums
-    if not all_rows:
-        out = blocks.out_of_range(call)
-        if not out.any():
-            if call.dx is not None and np.may_share_memory(call.dx, call.dy):
-                call = call._replace(dy=call.dy.copy())
-            blocks.backward(call)
-            if call.dx is not None:
-                uncertified.write_dx(
-                    call, np.flatnonzero(lost(call.dx, *_counted(call.where, call.x, call.dy)))
-                )
-            for k, total in enumerate(sums):
-                if total is not None and call.sums == "rounded":
-                    columns = np.flatnonzero(np.isinf(total))
-                    total[...] = uncertified.decided(
-                        total, uncertified.exact_sums(call, k, columns)
-                    )
-            return
-        inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
-        of_inside = of_rows(call, inside)
-        if call.sums == "rounded":
-            partial = [None if total is None else np.zeros(n, PARTIAL) for total in sums]
-        blocks.backward(of_inside._replace(dgamma=partial[0], dbeta=partial[1], sums="pairs"))
-        if call.dx is not None:
-            call.dx[inside] = of_inside.dx
-    unsummed = rows[:0] if all_rows else rows
-    uncertified.finish_sums(call, np.full((2, n), all_rows), unsummed, partial)
-    if call.dx is not None:
-        uncertified.write_dx(call, rows)
+def _needs_integers(norm: Norm) -> bool:
+    """Tell whether integers do all rows: with rounding="nearest", or if gamma or beta is out of range."""
+    rare = (_outside(v).any() for v in (norm.gamma, norm.beta) if v is not None)
+    return norm.rounding == "nearest" or any(rare)
 
 
-def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
-    """Return the unit of rows in which a call may be cut: all, which decide the order of the sums; exact sums have none."""
-    return 1 if nearest else rows
+def _out_of_range(*arrays: Array) -> Array:
+    """Tell which rows have a number that is out of range."""
+    rows: Array = np.logical_or.reduce([_outside(array).any(axis=1) for array in arrays])
+    return rows
+
+
+def _outside(values: Array) -> Array:
+    """Tell which numbers are out of range. Infinity and NaN are not: they spoil their row in float64 as they should."""
+    size = np.abs(values)
+    outside: Array = ((size > LARGEST) & (size < np.inf)) | ((size < SMALLEST) & (size > 0))
+    return outside

@@ -75,12 +75,6 @@ def integers_of(values: Array) -> tuple[list[int], int]:
     return list(map(lshift, (whole >> zeros).tolist(), shifts)), int(least) - 53 + zeros
 
 
-def _scales(gamma: Array, offset: float) -> tuple[list[int], int]:
-    """Return integers and one exponent of two for all of ``gamma + offset``."""
-    (*scales, more), exponent = integers_of(np.append(gamma, offset))
-    return [scale + more for scale in scales] if more else scales, exponent
-
-
 class Row:
     """A row as the module docstring names it; `shift` is ``scale - q``."""
 
@@ -117,18 +111,15 @@ def signs(row: Row) -> Array:
 
 def y_row(row: Row, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
     """Return y of a row, rounded once."""
-    scale, exponent = _scales(gamma, row.norm.gamma_offset)
+    scale, exponent = integers_of(gamma)
     factors = [g * (row.n * v - row.total) for g, v in zip(scale, row.integers, strict=True)]
     return _rounded(beta, factors, root_of(row.radicand), exponent + row.shift, dtype)
 
 
-def dx_row(
-    dy: Array, row: Row, gamma: Array, dtype: np.dtype[Any], added: tuple[Any, ...]
-) -> Array:
-    """Return dx of a row, with the terms of `added`, (dsum, dmean, drstd); each element is rounded once."""
-    scale, exponent = _scales(gamma, row.norm.gamma_offset)
-    n, radicand, integers, (dsum, dmean, drstd) = row.n, row.radicand, row.integers, added
-    cotangent, r = integers_of(dy)
+def dx_row(dy: Array, row: Row, gamma: Array, dtype: np.dtype[Any], dsum: Array) -> Array:
+    """Return dx of a row, plus dsum; each element is rounded once."""
+    (scale, exponent), (cotangent, r) = integers_of(gamma), integers_of(dy)
+    n, radicand, integers = row.n, row.radicand, row.integers
     g = list(map(mul, scale, cotangent))
     total = sum(g) if row.norm.kind == "layer" else 0
     inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
@@ -136,25 +127,13 @@ def dx_row(
     same = row.total * inner - total * radicand
     along, inner, unit = n * radicand, n * inner, r + exponent - row.q
     factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]
-    root = root_of(radicand**3)
-    if drstd:
-        # The term drstd rstd**2 xhat / n = drstd n C 2**(scale - 3 q) / sqrt(V**3) has the same root.
-        (number,), place = integers_of(np.array([drstd]))
-        place += row.shift - 2 * row.q
-        least = min(unit, place)
-        number = number * n << place - least
-        both = zip(factors, integers, strict=True)
-        factors = [(f << unit - least) - number * (n * integer - row.total) for f, integer in both]
-        unit = least
-    (number,), place = integers_of(np.array([dmean]))
-    mean = [(number, place, root_of(n * n))] if dmean else []
-    return _rounded(dsum, factors, root, unit, dtype, mean)
+    return _rounded(dsum, factors, root_of(radicand**3), unit, dtype)
 
 
 def _rounded(
-    offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any], more: Any = ()
+    offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any]
 ) -> Array:
-    """Round ``offset + factor * root * 2**unit``, each once; `more`: terms that all elements share."""
+    """Round ``offset + factor * root * 2**unit``, each once."""
     (offsets, place), form = integers_of(offset), format_of(dtype)
     # The first bits of factors nearly always decide; numbers out of range have thousands.
     size = max(map(int.bit_length, factors), default=0)
@@ -167,17 +146,16 @@ def _rounded(
     ]
     # The cut factor and the floor of the root are each less than 1 too small.
     error = 2 << max(size - cut, root.floor.bit_length()) + shift
-    quick = dtype == np.float64 and not more
+    quick = dtype == np.float64
     result = _floats(numbers, error, least) if quick else np.full(len(factors), np.nan)
-    lowest, one = min(unit, place, *(power for _, power, _ in more)), root_of(1)
-    others = [(number << power - lowest, root) for number, power, root in more]
+    lowest, one = min(unit, place), root_of(1)
     for j in np.flatnonzero(np.isnan(result)).tolist():
         value = None
         # A rational sum is often a tie, which no enclosure decides.
-        if not more and not root.whole:
+        if not root.whole:
             value = _round(numbers[j] - error, numbers[j] + error, least, form)
         if value is None:
-            terms = [(factors[j] << unit - lowest, root), *others]
+            terms = [(factors[j] << unit - lowest, root)]
             if offsets[j]:
                 terms.append((offsets[j] << place - lowest, one))
             value = nearest(terms, lowest, form)
