@@ -19,11 +19,11 @@ from interpreter import run_python
 
 import stablenorm.cli.files
 import stablenorm.diagnosis
-from stablenorm import backends, cost, layer_norm, layer_norm_forward, memory, timing
+from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main, story
-from stablenorm.memory import get_idle_limit, set_idle_limit
+from stablenorm.memory import set_idle_limit
 from stablenorm.testing import near_midpoints
 from stablenorm.testing.plain import plain_backward, plain_forward
 
@@ -161,8 +161,7 @@ def test_run_asks_for_the_memory_that_it_takes(shape, dtype, tmp_path, monkeypat
     monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 1 << 12)
     for name in ("ORACLE", "CHECK", "HARDER", "TIMED"):
         monkeypatch.setattr(story, f"_{name}_ELEMENTS", 100)
-    request.addfinalizer(partial(memory.set_idle_limit, memory.get_idle_limit()))
-    memory.set_idle_limit(0)
+    request.addfinalizer(partial(set_idle_limit, set_idle_limit(0)))
     assert main(["run", save(tmp_path, x=X)]) == 0
     save(tmp_path, x=np.random.default_rng(0).standard_normal(shape).astype(dtype))
     tracemalloc.start()
@@ -300,8 +299,7 @@ def test_bench_writes_every_combination(monkeypatch):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
     # No memory of earlier results may be reused: tracemalloc would not see it.
-    request.addfinalizer(partial(set_idle_limit, get_idle_limit()))
-    set_idle_limit(0)
+    request.addfinalizer(partial(set_idle_limit, set_idle_limit(0)))
     shape = 1000, 768
     x, dy = np.random.default_rng(0).standard_normal((2, *shape)).astype(dtype)
     norm, pull = FUNCTIONS[kind]
