@@ -164,7 +164,7 @@ class ExactNorm:
         ----------
         **arrays : array, optional
             Results of an implementation, by the names of the quantities; the dtype of each
-            chooses its limit and c. "The accuracy contract" in the documentation defines S, the
+            chooses its limit and c. The page "The accuracy contract" defines S, the
             sum of the magnitudes that an element is made of.
 
         Returns
