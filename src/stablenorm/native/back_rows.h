@@ -143,7 +143,10 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     };
     Index registers = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (registers - 1) * L;
     for (Index k = 0; k < registers; k++, j += step) {
-        __builtin_prefetch(dy + j + ahead), __builtin_prefetch(x + j + ahead);
+        for (const T* from : {dy, x}) {
+            __builtin_prefetch(from + j + ahead, 0, SECOND_LEVEL);
+            __builtin_prefetch(from + j + NEAR);
+        }
         Lanes<L> v = at(j, L);
         if (M::NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) failed.at[failed.count++] = j;
         store<PAST>(dx + j, M::NEAREST ? beside_midpoints(v) : v);

@@ -158,9 +158,11 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
                     pairs::Stats of;
                     const T* x = (T*)row_of(c.x, top + i);
                     pairs::statistics<LAYER>(&x, c, 1, of);
-                    pairs::Row row(of.at(0));
+                    pairs::RowStats at = of.at(0, LAYER ? __builtin_nan("") : 0);
+                    if (LAYER) pairs::find_center(x, c, at);
+                    pairs::Row row(at);
                     Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
-                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(row.spread, v)));
+                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(row.spread, v, row.center)));
                 } else {
                     double mean = LAYER ? c.mean[top + i] : 0, mean_lo = LAYER ? c.mean_lo[top + i] : 0, rstd = c.rstd[top + i];
                     Errors of = errors_again<LAYER>(c, top + i, 0, chain);

@@ -44,15 +44,17 @@ INLINE Pairs load_pair(const double* p, Index apart) { return {load<P>(p), load<
 INLINE void store_pair(double* p, Index apart, Pairs a) { store(p, a.high), store(p + apart, a.low); }
 
 // The statistics of a row: mean + mean_lo + mean_tail, rstd, and `spread`, at least the root mean square of xhat.
+// `center`: the mean, if it is known to be a number of the row itself, exactly: elements equal to it have an xhat of 0, without
+// error. NaN, equal to nothing, if it is not known; 0 for RMS norm.
 struct RowStats {
     double mean = 0, mean_lo = 0, mean_tail = 0;
     Pair<double> rstd = {};
-    double spread = 0;
+    double spread = 0, center = __builtin_nan("");
 };
 struct Stats {
     double mean[GROUP], mean_lo[GROUP], mean_tail[GROUP], rstd[GROUP], rstd_lo[GROUP];
     double square[GROUP], v[GROUP], spread[GROUP], excess[GROUP];  // excess: d**2 - 2 var, > 0 for a bad guess
-    RowStats at(int r) const { return {mean[r], mean_lo[r], mean_tail[r], {rstd[r], rstd_lo[r]}, spread[r]}; }
+    RowStats at(int r, double center) const { return {mean[r], mean_lo[r], mean_tail[r], {rstd[r], rstd_lo[r]}, spread[r], center}; }
 };
 
 // The sums along the rows of a group, each reduced to the lanes of one register.
@@ -152,13 +154,52 @@ template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* 
     return false;
 }
 
-// Constants of a row: -mean, -mean_lo, -mean_tail, rstd and its spread.
+// ---- exact cases: elements equal to the mean of their row ----
+
+// Whether `mean` is that of a row, exactly, and one of its numbers. All numbers of the row, and so the sum of their distances
+// to it, are multiples of the last bit of the smallest: the sum is 0 if its bound is less than that. n**2 2**-100 of the
+// largest number is far above the rounding errors of the sum.
+template <class T> NOINLINE bool is_mean(const T* x, Index n, double mean, double last_bits) {
+    using I = Register<int64_t, WIDEST>;
+    // Sizes order like their bits.
+    I is_there = {}, least = I{} + INT64_MAX, most = {};
+    each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+        N v = load<P>(x + j, count);
+        for (auto& lanes : v.v) {
+            I size = (I)lanes & INT64_MAX, other = size == 0 ? I{} + INT64_MAX : size;
+            is_there |= lanes == mean;
+            least = other < least ? other : least;
+            most = size > most ? size : most;
+        }
+    });
+    if (!any_of<WIDEST>(is_there, -1)) return false;
+    double smallest = __builtin_inf(), largest = 0;
+    for (int k = 0; k < WIDEST; k++) {
+        double low = ((Register<double, WIDEST>)least)[k], high = ((Register<double, WIDEST>)most)[k];
+        smallest = low < smallest ? low : smallest;
+        largest = high > largest ? high : largest;
+    }
+    Sums sums = {};
+    measure<true, true>(x, n, mean, sums, 0);
+    Pairs sum = total(sums.plain);
+    return magnitude(sum.high.v[0][0] + sum.low.v[0][0]) + (double)n * (double)n * 0x1p-100 * largest < smallest / last_bits;
+}
+
+// Sets the center of a layer norm's row, if it has one.
+template <class T> bool find_center(const T* x, const Call& c, RowStats& of) {
+    if (!is_mean(x, c.n, of.mean, LAST_BITS[c.x.type])) return false;
+    of.center = of.mean;
+    of.mean_lo = of.mean_tail = 0;
+    return true;
+}
+
+// Constants of a row: -mean, -mean_lo, -mean_tail, rstd, its spread and its center.
 struct Row {
     N mean, mean_lo, mean_tail;
     Pairs rstd;
-    N spread;
+    N spread, center;
     INLINE explicit Row(const RowStats& of)
-        : mean(broadcast<P>(-of.mean)), mean_lo(broadcast<P>(-of.mean_lo)), mean_tail(broadcast<P>(-of.mean_tail)), rstd(broadcast_pair(of.rstd)), spread(broadcast<P>(of.spread)) {}
+        : mean(broadcast<P>(-of.mean)), mean_lo(broadcast<P>(-of.mean_lo)), mean_tail(broadcast<P>(-of.mean_tail)), rstd(broadcast_pair(of.rstd)), spread(broadcast<P>(of.spread)), center(broadcast<P>(of.center)) {}
 };
 
 // NO_TAIL: for rows near zero.
@@ -176,25 +217,24 @@ struct Parameters {
     const double *gamma, *beta;
 };
 
-// The error term that an element shares with its row. Layer norm: the rounding of the mean. RMS norm: low parts that
-// underflow, less than 2**-100 of the row.
-template <bool LAYER> INLINE N shared(N size, N v) {
-    if (LAYER) return size;
-    N part = broadcast<P>(0x1p-100) * size;
+// The error term that an element shares with its row, 0 at the center. Layer norm: the rounding of the mean. RMS norm: low
+// parts that underflow, less than 2**-100 of the row.
+template <bool LAYER> INLINE N shared(N size, N v, N center) {
+    N part = LAYER ? size : broadcast<P>(0x1p-100) * size;
     for (int i = 0; i < N::REGISTERS_OF; i++)
-        part.v[i] = (Register<double, WIDEST>)((Register<int64_t, WIDEST>)part.v[i] & (v.v[i] != 0));
+        part.v[i] = (Register<double, WIDEST>)((Register<int64_t, WIDEST>)part.v[i] & (v.v[i] != center.v[i]));
     return part;
 }
 
-// y of row r of a group into a sink of finish.h. The error bound of an element is a multiple of its size.
+// y of a row into a sink of finish.h. The error bound of an element is a multiple of its size.
 template <bool LAYER, bool NO_TAIL = false, class Out>
-NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& parameters) {
+NOINLINE Out write_y(const double* x, Out out, Index n, const RowStats& of, const Parameters& parameters) {
     constexpr bool STAGED = Out::STAGED;
-    Row row(of.at(r));
+    Row row(of);
     each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         N v = load<P>(x + j, count), u = load<P>(parameters.gamma + j);
         Pairs h = xhat_of<LAYER, NO_TAIL>(v, row);
-        out(j, count, h * u + load<P>(parameters.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v)) : u);
+        out(j, count, h * u + load<P>(parameters.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(row.spread, v, row.center)) : u);
     });
     return out;
 }
@@ -256,7 +296,7 @@ NOINLINE void pull(Back& of, Index n, const Parameters& parameters, Sums& along,
         store_pair(sums + 2 * apart + j, apart, load_pair(sums + 2 * apart + j, apart) + d);
         if (STAGED && over.sizes) {
             double *of_dgamma = sums + 4 * apart + j, *of_dbeta = of_dgamma + apart;
-            N part = magnitude(xhat.high) + shared<LAYER>(row.spread, v);
+            N part = magnitude(xhat.high) + shared<LAYER>(row.spread, v, row.center);
             store(of_dgamma, load<P>(of_dgamma) + magnitude(d) * part), store(of_dbeta, load<P>(of_dbeta) + magnitude(d));
         }
     };
@@ -296,7 +336,7 @@ NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& parame
     constexpr bool STAGED = Out::STAGED;
     Pairs m = broadcast_pair(-of.m), plain = broadcast_pair(-of.plain), slope = broadcast_pair(-of.slope);
     Pairs rstd = broadcast_pair(of.stats.rstd);
-    N size = broadcast<P>(of.size);
+    N size = broadcast<P>(of.size), center = broadcast<P>(of.stats.center);
     const double *dy = of.dy, *x = of.x;
     each_columns<P>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
         N d = load<P>(dy + j, count);
@@ -304,8 +344,8 @@ NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& parame
         if (SHIFT) g = g + m;
         N part = magnitude(g.high);
         if (LAYER) g = g + plain;
-        N v = LAYER || !STAGED ? d : load<P>(x + j, count);
-        out(j, count, (g + xhat * slope) * rstd, STAGED ? part + (shared<LAYER>(broadcast<P>(1.0), v) + magnitude(xhat.high)) * size : d);
+        N v = STAGED ? load<P>(x + j, count) : d;
+        out(j, count, (g + xhat * slope) * rstd, STAGED ? part + (shared<LAYER>(broadcast<P>(1.0), v, center) + magnitude(xhat.high)) * size : d);
     });
     return out;
 }
