@@ -8,7 +8,6 @@ title, and a power such as 2**-48 a formula.
 """
 
 import re
-
 from pathlib import Path
 
 from docutils import nodes
@@ -68,7 +67,9 @@ def _link_pages(app, _what, _name, _described, _options, lines):
 
     text = re.sub(r'(the page\s+)"([^"]+)"', link, text, flags=re.IGNORECASE)
     # Code keeps its powers, doctests too.
-    parts = re.split(r"(``.*?``|`[^`]*`|^ *>>>.*$|^ *\.\.\. .*$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts = re.split(
+        r"(``.*?``|`[^`]*`|^ *>>>.*$|^ *\.\.\. .*$)", text, flags=re.MULTILINE | re.DOTALL
+    )
     power = re.compile(r"(?<![\w`])(\d+)(?:\*\*|\^)(-?\d+)")
     parts[::2] = [power.sub(r":math:`\1^{\2}`", part) for part in parts[::2]]
     lines[:] = "".join(parts).split("\n")
