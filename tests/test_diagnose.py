@@ -129,12 +129,12 @@ SPECIAL_ROWS = [
 @pytest.mark.parametrize(("kind", "x", "expected"), SPECIAL_ROWS)
 def test_a_row_has_its_marks_and_no_other(kind, x, expected):
     diagnosis = diagnose(x[None].astype(np.float32), kind=kind)
-    assert {name for name, count in diagnosis.summary.marks.items() if count} == expected
+    assert {name for name, count in diagnosis.marks.items() if count} == expected
     assert diagnosis.per_row.marks[:, 0].tolist() == [name in expected for name in SPECIAL]
     # With neither variance nor eps there is no y.
     without = diagnose(x[None], 0.0, kind=kind)
     is_constant = "constant" in expected
-    assert without.summary.marks["undefined"] == ("y is 0/0" in str(without)) == is_constant
+    assert without.marks["undefined"] == ("y is 0/0" in str(without)) == is_constant
     assert ("has no y" in without.verdict) == is_constant
 
 
@@ -192,4 +192,4 @@ def test_a_constant_row_is_measured_against_one():
 def test_an_overflow_in_a_narrower_dtype_is_told():
     with pytest.warns(RuntimeWarning, match="overflow"):
         diagnosis = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
-    assert diagnosis.summary.marks["not finite"] == 2
+    assert diagnosis.marks["not finite"] == 2

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import as_rows, convert, is_lazy, normalize_axes, normalized_shape
+from stablenorm.arrays import as_rows, convert, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.formats import check_dtype, format_of, parse
 from stablenorm.text import columns, plain, shape_text, to_json, wrapped
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, check_count, check_eps
 
-__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
+__all__ = ["Diagnosis", "PerRow", "Row", "diagnose"]
 
 # Elements of a block, the work of one thread at a time: about 3 ms, ten times a block's fixed cost.
 BLOCK = 1 << 19
@@ -40,14 +40,10 @@ class Row:
     ----------
     index : int
         Number of the row, in C order over the axes that are not normalized.
-    mean, std : float
-        NaN if the row is not finite. For kind "rms": 0, and the root mean square.
-    condition_y : float
-        Factor by which a relative error of x grows in y.
     lost : dict of str to float
-        Bits of y lost by each method, as in `Diagnosis.methods`.
+        Bits of y lost by each method.
     marks : tuple of str
-        Peculiarities of the row, as in `Summary.marks`.
+        Peculiarities of the row, as in `Diagnosis.marks`.
     count : int
         How many rows have these numbers; `index` is the first.
     advice : str
@@ -55,33 +51,10 @@ class Row:
     """
 
     index: int
-    mean: float
-    std: float
-    condition_y: float
     lost: dict[str, float]
     marks: tuple[str, ...]
     count: int
     advice: str
-
-
-class Summary(NamedTuple):
-    """
-    All rows together.
-
-    Attributes
-    ----------
-    rows : int
-        Number of rows.
-    marks : dict of str to int
-        For each peculiarity, the number of rows that have it.
-    lost : dict of str to tuple
-        For each method the bits lost by the median row and by the worst one, and the share of rows that
-        lose 4 or more; empty without rows that have a y.
-    """
-
-    rows: int
-    marks: dict[str, int]
-    lost: dict[str, tuple[int, int, float]]
 
 
 @dataclass(frozen=True)
@@ -99,8 +72,11 @@ class Diagnosis:
         Elements of a row.
     eps : float
         Added to the variance.
-    summary : Summary
-        All rows together.
+    marks : dict of str to int
+        For each peculiarity, the number of rows that have it.
+    lost : dict of str to tuple
+        For each method the bits lost by the median row and by the worst one, and the share of rows that
+        lose 4 or more; empty without rows that have a y.
     worst : tuple of Row
         Rows without y (not finite, or constant with eps 0), then rows on which the usual formula (the
         two-pass or, for an RMS norm, mean(x^2)) or E[x^2] - E[x]^2 loses two bits or more, the worst first.
@@ -116,10 +92,11 @@ class Diagnosis:
     axis: tuple[int, ...]
     n: int
     eps: float
-    summary: Summary
+    marks: dict[str, int]
+    lost: dict[str, tuple[int, int, float]]
     worst: tuple[Row, ...]
     per_row: PerRow
-    kind: str = "layer"
+    kind: str
 
     @property
     def bits(self) -> int:
@@ -127,21 +104,12 @@ class Diagnosis:
         return format_of(parse(self.dtype)).digits
 
     @property
-    def methods(self) -> dict[str, str]:
-        """A description of each method, by its name."""
-        return {name: _filled(title, self.dtype) for name, title in METHODS[self.kind].items()}
-
-    @property
     def verdict(self) -> str:
         """Whether anything is lost, and what to do: one sentence."""
-        if not self.worst:
-            name = "RMS" if self.kind == "rms" else "layer"
-            return (
-                f"nothing is lost: any {name} norm in {_filled('{working}', self.dtype)} will do"
-                if self.summary.rows
-                else "no rows"
-            )
-        return self.worst[0].advice
+        if self.worst:
+            return self.worst[0].advice
+        name = "RMS" if self.kind == "rms" else "layer"
+        return f"nothing is lost: any {name} norm in float{64 if self.bits > 24 else 32} will do"
 
     def __repr__(self) -> str:
         """Return the data and the verdict."""
@@ -153,8 +121,8 @@ class Diagnosis:
 
         Numbers that JSON lacks are strings: "nan", "inf" or "-inf".
         """
-        names = "shape dtype axis n eps kind bits verdict methods summary worst"
-        return dict(plain({name: getattr(self, name) for name in names.split()}))
+        names = "shape dtype axis n eps kind bits verdict marks lost worst".split()
+        return dict(plain({name: getattr(self, name) for name in names}))
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
@@ -234,9 +202,6 @@ def diagnose(
     >>> worst.index, worst.lost["saved float32"] > 8
     (2, True)
     """
-    if is_lazy(x):
-        msg = "x must be an array in memory, got a Dask array; pass x.compute(), or some rows of it"
-        raise TypeError(msg)
     array = convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
@@ -253,8 +218,9 @@ def diagnose(
         _describe_row(index, count, rows[index], per_row, kind)
         for index, count in _worst_first(per_row)[:top]
     )
-    asked = array.shape, judged.name, axes, rows.shape[1], eps
-    return Diagnosis(*asked, _summarize(per_row, kind), worst, per_row, kind)
+    marks = dict(zip(SPECIAL, np.count_nonzero(per_row.marks, axis=1).tolist(), strict=True))
+    lost, n = _summarize(per_row, kind), rows.shape[1]
+    return Diagnosis(array.shape, judged.name, axes, n, eps, marks, lost, worst, per_row, kind)
 
 
 def _measure(rows: Array, eps: float, kind: str, progress: Any) -> PerRow:
@@ -277,35 +243,27 @@ def _worst_first(per_row: PerRow) -> list[tuple[int, int]]:
     # Rows without y lose more than all bits.
     usual, other = np.where(per_row.marks[:2].any(axis=0), 99, np.rint(per_row.lost[:2]))
     rows = np.flatnonzero(np.maximum(usual, other) >= _LOSES)
-    # A row with NaN comes before one without variance.
-    keys = usual + per_row.marks[0], other, per_row.mean, per_row.std
-    found = np.unique(np.stack(keys)[:, rows], axis=1, return_index=True, return_counts=True)
-    both = zip(rows[found[1]].tolist(), found[2].tolist(), strict=True)
-    return sorted(both, key=lambda pair: (*(-key[pair[0]] for key in keys[:2]), pair[0]))
+    # A row with NaN comes before one without variance. `unique` sorts by the first key, then by the next.
+    keys = -np.stack((usual + per_row.marks[0], other, per_row.mean, per_row.std))[:, rows]
+    _, first, counts = np.unique(keys, axis=1, return_index=True, return_counts=True)
+    return list(zip(rows[first].tolist(), counts.tolist(), strict=True))
 
 
-def _summarize(per_row: PerRow, kind: str) -> Summary:
-    """Count the rows by marks, and the bits lost."""
+def _summarize(per_row: PerRow, kind: str) -> dict[str, tuple[int, int, float]]:
+    """Return the bits lost by the median row and the worst, and the share of rows that lose 4 or more."""
     bits = np.rint(per_row.lost[:, ~np.isnan(per_row.lost[0])])
-    lost = {}
-    for name, row in zip(METHODS[kind], bits, strict=True):
-        if row.size:
-            lost[name] = int(np.median(row)), int(row.max()), float((row >= 4).mean())
-    marks = np.count_nonzero(per_row.marks, axis=1).tolist()
-    return Summary(len(per_row.mean), dict(zip(SPECIAL, marks, strict=True)), lost)
+    return {
+        name: (int(np.median(row)), int(row.max()), float((row >= 4).mean()))
+        for name, row in zip(METHODS[kind], bits, strict=True)
+        if row.size
+    }
 
 
 # ---- sentences and lines ----
 
 
-def _filled(text: str, dtype: DTypeLike) -> str:
-    """Name the dtype that layer norms of such data are computed in."""
-    return text.replace("{working}", np.result_type(parse(dtype), np.float32).name)
-
-
 def _describe_row(index: int, count: int, x: Array, per_row: PerRow, kind: str) -> Row:
     """Describe row `index`, with elements `x`, and as many equal ones."""
-    mean, std, condition = (float(field[index]) for field in per_row[:3])
     lost = dict(zip(METHODS[kind], per_row.lost[:, index].tolist(), strict=True))
     marks = tuple(compress(SPECIAL, per_row.marks[:, index]))
     who = f"row {index}" + f" (of {count} equal rows)" * (count > 1)
@@ -321,24 +279,22 @@ def _describe_row(index: int, count: int, x: Array, per_row: PerRow, kind: str) 
         cures = {"overflow": "scale the data", "constant": "take a larger eps"}
         cure = next((cures[mark] for mark in marks if mark in cures), "subtract the offset")
         said += f": {cure}, or use stablenorm"
-    return Row(index, mean, std, condition, lost, marks, count, f"{who} {said}")
+    return Row(index, lost, marks, count, f"{who} {said}")
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    data, rows = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}", diagnosis.summary.rows
+    data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
     norm = f"eps {diagnosis.eps:g}{', RMS norm' * (diagnosis.kind == 'rms')}"
-    return f"{data}: {rows} row{'s' * (rows != 1)} of {diagnosis.n}, {norm}"
+    return f"{data}: {len(diagnosis.per_row.mean)} rows of {diagnosis.n}, {norm}"
 
 
 def lines_of(diagnosis: Diagnosis) -> list[str]:
     """Return the diagnosis in lines of any length, the verdict first."""
-    summary, others = diagnosis.summary, diagnosis.worst[1:]
-    lines = [diagnosis.verdict, *(f"  {row.advice}" for row in others)]
+    lines = [diagnosis.verdict, *(f"  {row.advice}" for row in diagnosis.worst[1:])]
     for name, meaning in SPECIAL.items():
-        if count := summary.marks[name]:
-            text = f"  {name}: {count} row{'s' * (count != 1)} ({meaning})"
-            lines.append(_filled(text, diagnosis.dtype))
+        if count := diagnosis.marks[name]:
+            lines.append(f"  {name}: {count} row{'s' * (count != 1)} ({meaning})")
     cells = [(f"bits of y lost, of {diagnosis.bits}", "median row", "worst row", "rows losing 4")]
-    for name, (median, worst, share) in summary.lost.items():
-        cells.append((diagnosis.methods[name], str(median), str(worst), f"{share:.1%}"))
+    for name, (median, worst, share) in diagnosis.lost.items():
+        cells.append((METHODS[diagnosis.kind][name], str(median), str(worst), f"{share:.1%}"))
     return [*lines, _headline(diagnosis), *(f"  {line}" for line in columns(cells))]

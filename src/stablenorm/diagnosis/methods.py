@@ -26,11 +26,12 @@ class PerRow(NamedTuple):
     Attributes
     ----------
     mean, std, condition_y : array
-        As in `Row`.
+        Mean and standard deviation, NaN if a row is not finite; in an RMS norm 0 and the root mean square. Factor by
+        which a relative error of x grows in y.
     lost : array
-        Bits lost, (methods, rows), in the order of `Diagnosis.methods`.
+        Bits lost, (methods, rows), in the order of `Diagnosis.lost`.
     marks : array
-        Whether a row has a mark, (marks, rows), in the order of `Summary.marks`.
+        Whether a row has a mark, (marks, rows), in the order of `Diagnosis.marks`.
     """
 
     mean: Array
@@ -57,10 +58,9 @@ class Statistics(NamedTuple):
 
 
 # The methods: name, description in a layer norm, description in an RMS norm, which has no two passes.
-# "{working}" stands for the dtype that they compute in: float32, or float64 for float64.
 _METHODS = (
-    ("two-pass", "{working} two-pass", ""),
-    ("one-pass", "{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
+    ("two-pass", "two passes, the usual formula", ""),
+    ("one-pass", "E[x^2] - E[x]^2", "mean(x^2), the usual formula"),
     ("saved float32", "mean and rstd saved as float32", "rstd saved as float32"),
     ("saved bfloat16", "mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
     ("float16", "mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
@@ -76,7 +76,7 @@ _MARKS: tuple[tuple[str, str, Callable[[Statistics], Any]], ...] = (
     ("undefined", "their variance and eps are 0: y is 0/0, NaN", lambda s: s.std + s.eps == 0),
     ("constant", "all elements equal, in an RMS norm 0: y is beta", lambda s: s.std == 0),
     ("below eps", "eps decides the scale of y", lambda s: (s.std > 0) & (s.std < np.sqrt(s.eps))),
-    ("overflow", "sums or squares overflow {working}",
+    ("overflow", "the sum of x or of x^2 overflows",
      lambda s: ~np.isfinite(s.mean_hat + s.mean_square)),
 )  # fmt: skip
 SPECIAL = {name: meaning for name, meaning, _ in _MARKS}
