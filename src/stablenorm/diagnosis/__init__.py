@@ -121,8 +121,8 @@ class Diagnosis:
 
         Numbers that JSON lacks are strings: "nan", "inf" or "-inf".
         """
-        names = "shape dtype axis n eps kind bits verdict marks lost worst".split()
-        return dict(plain({name: getattr(self, name) for name in names}))
+        names = "shape dtype axis n eps kind bits verdict marks lost worst"
+        return dict(plain({name: getattr(self, name) for name in names.split()}))
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
