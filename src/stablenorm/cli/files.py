@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cli.parts import InputError, check_file, check_memory, print_table, refusing
+from stablenorm.cli.parts import InputError, check_file, check_memory, print_lines, refusing
 from stablenorm.formats import is_supported
-from stablenorm.text import printable, quantity, shape_text
+from stablenorm.text import columns, printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. The package of that name has no BF16 for NumPy.
@@ -85,11 +85,11 @@ def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
         return members.get("x", next(iter(members.values())))
     if name in members:
         return members[name]
-    rows = [
-        (printable(name, ""), shape_text(a.shape), str(a.dtype), quantity(a.nbytes, "B"))
-        for name, (_, a, _) in members.items()
-    ]
-    print_table("Arrays", ("member", "shape", "dtype", "size"), rows)
+    table = [("member", "shape", "dtype", "size")]
+    for name_of, (_, a, _) in members.items():
+        size = quantity(a.nbytes, "B")
+        table.append((printable(name_of, ""), shape_text(a.shape), str(a.dtype), size))
+    print_lines(*columns(table))
     came = f", got {name}" * bool(name)
     msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{came}"
     raise InputError(msg)

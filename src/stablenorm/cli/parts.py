@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -21,7 +21,7 @@ import stablenorm
 from stablenorm import memory
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import columns, plain, printable, to_json, wrapped
+from stablenorm.text import plain, printable, to_json, wrapped
 from stablenorm.timing import ROUNDINGS
 
 # The bundled data: the input of a layer norm of a real model.
@@ -165,23 +165,13 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     to_json(plain(origin() | content), path)
 
 
-def width() -> int:
-    """Return the columns of the terminal, or of a line where there is none."""
-    return get_console().width
-
-
 def print_lines(*lines: str, bold: str = "") -> None:
     """Print plain text, a paragraph per line; no word is broken, so addresses can be clicked."""
     bold = printable(bold)
-    paragraphs = (bold + printable("\n".join(lines))).split("\n")
-    shown = Text("\n".join("\n".join(wrapped(line, width())) for line in paragraphs))
+    console, paragraphs = get_console(), bold + printable("\n".join(lines))
+    broken = ("\n".join(wrapped(line, console.width)) for line in paragraphs.split("\n"))
+    shown = Text("\n".join(broken))
     shown.stylize("bold", 0, len(bold.rstrip()))
     shown.highlight_words(["PASS"], "green")
     shown.highlight_words(["FAIL"], "bold red")
-    get_console().print(shown, soft_wrap=True)
-
-
-def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells below their heads."""
-    table = [heads, *([printable(cell) for cell in row] for row in rows)]
-    print_lines("", *columns(table), bold=title)
+    console.print(shown, soft_wrap=True)

@@ -28,6 +28,7 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used
 import argparse
 
 import numpy as np
+from rich import get_console
 
 from stablenorm.cli import page, parts, story
 from stablenorm.cli.files import Member, choose, list_members, read_eps
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(told: story.Story) -> None:
     """Print the verdict and each part: its name, its sentences and its table beside that."""
-    width = min(_WIDTH, parts.width())
+    width = min(_WIDTH, get_console().width)
     parts.print_lines(bold="\n".join(filled(told.verdict, width)))
     for part in told.parts:
         lines = [line for text in part.text for line in filled(text, width - 10)]
@@ -133,17 +134,13 @@ def _objection(problem: Problem) -> str:
     for name in ("x", "gamma", "beta", "dy"):
         array = getattr(problem, name)
         if array is not None and not np.isfinite(array).all():
-            where = np.argwhere(~np.isfinite(array))[0]
-            value = f"{array[tuple(where)]} at {where.tolist()}"
-            end = "stablenorm diagnose names such rows"
-            return f"{name} must be finite to be checked, got {value}; {end}"
+            value = array[~np.isfinite(array)][0]
+            return f"{name} must be finite to be checked, got {value}; stablenorm diagnose names such rows"
     if x.size == 0:
         return f"x must have at least one row, got {shape_text(x.shape)}"
-    is_layer = problem.kind == "layer"
-    undefined = np.flatnonzero((x == (x[..., :1] if is_layer else 0)).all(axis=-1))
-    if problem.eps == 0 and undefined.size:
-        kind, row = "constant" if is_layer else "zero", undefined[0]
-        return f"eps must be > 0 where a row of x is {kind}, got 0 and row {row}; pass --eps"
+    kind, other = ("constant", x[..., :1]) if problem.kind == "layer" else ("zero", 0)
+    if problem.eps == 0 and (x == other).all(axis=-1).any():
+        return f"eps must be > 0 where a row of x is {kind}, got 0; pass --eps"
     return ""
 
 
