@@ -12,7 +12,7 @@ from rationals import square_root
 
 import stablenorm.diagnosis
 from stablenorm import diagnose, exact_layer_norm
-from stablenorm.diagnosis.methods import METHODS, SPECIAL
+from stablenorm.diagnosis.methods import METHODS
 from stablenorm.formats import DTYPES, format_of, parse
 from stablenorm.testing.families import FAMILIES, make_case
 
@@ -95,20 +95,6 @@ def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases):
     assert (measured >= 8).mean() > 0.1
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])
-@pytest.mark.parametrize("n", [3, 40])
-def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
-    """Complex steps give dy/dx."""
-    x = 5 + np.random.default_rng(n).standard_normal(n)
-
-    def xhat(v):
-        return (v - v.mean()) / np.sqrt(((v - v.mean()) ** 2).mean() + eps)
-
-    jacobian = np.array([xhat(x + step).imag / 1e-30 for step in np.eye(n) * 1e-30j]).T
-    expected = np.linalg.norm(jacobian, 2) * np.linalg.norm(x) / np.linalg.norm(xhat(x))
-    assert diagnose(x[None], eps).per_row.condition_y[0] == pytest.approx(expected, rel=1e-7)
-
-
 NOISE = np.random.default_rng(1).standard_normal(768)
 SPECIAL_ROWS = [
     ("layer", np.full(9, np.inf), {"not finite"}),
@@ -130,7 +116,6 @@ SPECIAL_ROWS = [
 def test_a_row_has_its_marks_and_no_other(kind, x, expected):
     diagnosis = diagnose(x[None].astype(np.float32), kind=kind)
     assert {name for name, count in diagnosis.marks.items() if count} == expected
-    assert diagnosis.per_row.marks[:, 0].tolist() == [name in expected for name in SPECIAL]
     # With neither variance nor eps there is no y.
     without = diagnose(x[None], 0.0, kind=kind)
     is_constant = "constant" in expected
@@ -172,14 +157,19 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     )
 
 
+def test_the_condition_number_is_rms_over_std():
+    x = 300 + NOISE
+    expected = np.sqrt((x * x).mean()) / x.std()
+    assert diagnose(x[None]).per_row.condition_y[0] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("layer", "layer"), ("rms", "RMS")])
 def test_ordinary_rows_lose_nothing(kind, name):
     """The worst ten of them were once listed, each with "loses 0 of 24 bits"."""
-    diagnosis = diagnose(np.vstack([NOISE, 0 * NOISE]).astype(np.float32), kind=kind)
-    first, *lines = str(diagnosis).splitlines()
-    assert first == f"nothing is lost: any {name} norm in float32 will do"
-    assert diagnosis.worst == ()
-    assert "  constant: 1 row (all elements equal, in an RMS norm 0: y is beta)" in lines
+    diagnosis = diagnose(NOISE.reshape(2, -1).astype(np.float32), kind=kind)
+    assert str(diagnosis).startswith(
+        f"nothing is lost: any {name} norm in float32 will do\n2 x 384"
+    )
 
 
 def test_a_constant_row_is_measured_against_one():
