@@ -22,7 +22,7 @@ from stablenorm.timing import make_problem
 THREADS = 2
 # The shape of x with samples; the 64k elements of a sample are 10 us of work.
 SAMPLES = (64, 64, 1024)
-KERNELS, FUNCTIONAL = "in the kernels", "`functional`"
+KERNELS, FUNCTIONAL = "in the kernels", "around plain calls"
 
 Call = Callable[[], Any]
 
@@ -109,10 +109,12 @@ def keywords() -> Iterator[Comparison]:
     second = lambda: sn.layer_norm_double_backward(x, dy, cache)
     comparisons = (
         Comparison("`gamma_offset=1.0`", offset, plain, both(gamma + 1, beta), FUNCTIONAL),
-        Comparison("gamma and beta per sample", both(scales, shifts), plain, by_samples, KERNELS),
-        Comparison("`sum_axes=1`", both(gamma, beta, sums=1), plain, by_samples, KERNELS),
+        Comparison(
+            "gamma and beta per sample", both(scales, shifts), plain, by_samples, FUNCTIONAL
+        ),
+        Comparison("`sum_axes=1`", both(gamma, beta, sums=1), plain, by_samples, FUNCTIONAL),
         Comparison("`where=`, a quarter of the rows is padding", rows, plain, by_rows, FUNCTIONAL),
-        Comparison("`accumulate=True`", accumulated, plain, added, KERNELS),
+        Comparison("`accumulate=True`", accumulated, plain, added, FUNCTIONAL),
         Comparison("`where=`, elements", both(gamma, beta, where=x > -1), plain),
         Comparison("`layer_norm_jvp`, beside the backward", jvp, pull),
         Comparison("`layer_norm_double_backward`, beside the backward", second, pull),

@@ -22,8 +22,9 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
         Stats of = {};
         statistics<LAYER>(&x, c, 1, of);
         out_of_range += is_out_of_range(of, 0, x, n, LAYER);
-        write_y<LAYER>(x, ToPairs{y, y + apart, y + 2 * apart}, n, of, 0, parameters);
-        Back row = {dy, x, of.at(0), {0, 0}, {}, {}, 0};
+        RowStats at = of.at(0, LAYER ? __builtin_nan("") : 0);
+        write_y<LAYER>(x, ToPairs{y, y + apart, y + 2 * apart}, n, at, parameters);
+        Back row = {dy, x, at, {0, 0}, {}, {}, 0};
         if (LAYER) row.m = pivot(dy, parameters, n);
         bool shift = LAYER && row.m.high != 0;
         Sums along = {};

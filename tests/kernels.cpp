@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "jobs.h"
+#include "memory.h"
 
 namespace {
 
@@ -54,7 +55,7 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     Call c;
     c.rms = rms, c.nearest = nearest, c.in_pairs = type == F64, c.eps = 1e-5, c.rows = rows, c.n = n;
     Bytes x = elements(random, rows * n, type, scale), dy = elements(random, rows * n, type, scale % 3), y(x.size()), dx(x.size());
-    Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, uncertified((size_t)(2 * n)), partial((size_t)(48 * n));
+    Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, uncertified((size_t)(2 * n));
     std::vector<double> words((size_t)(6 * rows));
     Bytes marks((size_t)rows);
     double** places[] = {&c.mean, &c.mean_lo, &c.rstd, &c.rstd_lo, &c.mean_tail, &c.spread};
@@ -71,9 +72,10 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     for (uint8_t& mark : marks) mark = 0;
     c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, n), c.dy = rows_of(dy, type, n);
     for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data() + SHIFT, c.sums_type[i] = type;
-    for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n, c.partial[i] = (double*)partial.data() + 3 * i * n;
+    for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n;
     jobs::plan(c);
     state = 4 * state + (jobs::run(c, threads) == jobs::DECLINED);
+    memory::give(c.partial[0]);
     for (Bytes* data : {&y, &dx, &sums[0], &sums[1]}) add_to(digest, data->data() + SHIFT, data->size() - SHIFT);
     for (Bytes* data : {&uncertified, &marks}) add_to(digest, data->data(), data->size());
     add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);

@@ -2,15 +2,29 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from interpreter import run_python
 
+from stablenorm.cli import check as command
 from stablenorm.cli import main
 
-pytestmark = pytest.mark.usefixtures("plain_terminal")
+pytestmark = pytest.mark.usefixtures("plain_terminal", "in_this_process")
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Check in the process of the tests: to start one takes longer than most checks."""
+    monkeypatch.setattr(command, "run_apart", lambda work, argument, _: work(argument))
+    monkeypatch.setattr(command, "silence", lambda *_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
+    with np.errstate(), warnings.catch_warnings():
+        yield
+
 
 # The core of every file that is checked; tests plant a mistake by dropping "- mean".
 CORE = """
@@ -237,18 +251,16 @@ STYLES |= {style: layer(style) for style in CLASSES}
 
 @pytest.mark.parametrize("style", STYLES)
 def test_right_code_of_any_style_passes(style, capsys):
-    before = np.geterr()
     options = few(style, "3") if style in CLASSES and "first forward" not in style else []
     assert main(["check", write(STYLES[style]), *options]) == 0, capsys.readouterr()
     out, err = shown(capsys)
-    # The prints of the file are not among those of the check.
-    assert out.startswith("mine.py: ")
-    assert (", .backward(dy)" in out) == (style in CLASSES)
+    # The prints of the file come before the report.
+    assert out.startswith("shape (" if "prints" in style else "mine.py: ")
+    assert (", .backward" in out) == (style in CLASSES)
     assert "PASS" in out
     assert "FAIL" not in out
     assert "NOT CHECKED" not in out
     assert err == "stablenorm: running the code of mine.py\n"
-    assert np.geterr() == before
 
 
 @pytest.mark.parametrize("style", CLASSES)
@@ -258,15 +270,19 @@ def test_two_mistakes_in_a_class_of_any_style_are_named(style, capsys):
     out, _ = shown(capsys)
     assert "FAIL: wrong gradient of x and gamma" in out
     assert "the mean of g is missing from dx" in out
-    assert "dgamma is off by a factor of 0.5" in out
+    assert "dgamma is off by a factor of 1/2" in out
 
 
 # ---- status and words ----
 
 FORWARD = "def layer_norm_forward(x, gamma, beta, eps):\n    "
 BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
-LAYER = "class {}:\n  def __init__(self, {}): self.gamma = {}\n  forward = backward = None\n"
-BOTH = LAYER.format("LayerNorm", "n", "None") + LAYER.format("Norm", "n", "None")
+LAYER = "class {}:\n  def __init__(self, {}): self.gamma = {}\n  forward = backward = lambda self, x: x\n"
+BOTH = (
+    LAYER.format("Sum", "n", "None")
+    + LAYER.format("Norm1", "n", "None")
+    + LAYER.format("Norm2", "n", "None")
+)
 FIXED = "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)")
 NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, mean, rstd): ..."
 
@@ -285,23 +301,26 @@ RMS_CLASS = CLASS.replace("FACTOR", "1").format(**WORDS | {
     "beta": "0", "store": "self.dweight = dgamma"})  # fmt: skip
 RAISES = CORE + USUAL.replace("return grads(dy, *cache)", "return grads(dy, *cache, 1)")
 HIDDEN = layer("lists").replace("self.grads = ", "self.hidden = ")
+NOWHERE = layer("lists").replace("self.grads = ", "lost = ")
 UNKNOWN = layer("returned").replace("self.gamma", "self.a_2").replace("self.beta", "self.b_2")
 MY_RMS = RMS_FUNCTIONS.replace("rms_norm", "my").replace("rmsnorm", "my")
 MINE = "--forward my_forward --backward my_backward"
 PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
-NO_OTHERS = "gamma: NOT CHECKED: backward returned None for it|beta: NOT CHECKED: backward"
 # The file, options, the status, words of the output or, with status 2, of the error line.
 SAID = [
     # The report says its assumptions.
     (STYLES["eps fixed inside"], "", 0, "the eps given, 1e-05, is not used: it is 0.001 inside"),
     (STYLES["CS231n: rows only, ln_param"], "--eps 0.5", 0,
-     "ln_param)|x 6 x 8 float64, eps 0.5, seed 0|note: not for x of shape 2 x 3 x 8: ValueError: too many values to"),
-    (STYLES["dicts, prints"], "--shape 3 5 --dtype float32", 0, "x 3 x 5 float32, eps 1e-05, seed 0"),
-    (STYLES["accumulated, with a rate"], "--shape 3 4 5", 0, "Norm(5).forward(x), .back|x 3 x 4 x 5"),
+     "ln_param)|; x 6 x 8 float64"),
+    (STYLES["CS231n: rows only, ln_param"], "--eps 0.5 --verbose", 0,
+     "x 6 x 8 float64, eps 0.5, seed 0|note: not for x of shape 2 x 3 x 8 float64: ValueError: too many values to"),
+    (STYLES["dicts, prints"], "--shape 3 5 --dtype float32", 0, "; x 3 x 5 float32"),
+    (STYLES["accumulated, with a rate"], "--shape 3 4 5", 0, "Norm(n).forward(x), .back|x 3 x 4 x 5"),
     # The check finds no gradient but dx, or no parameter.
-    (HIDDEN, "--shape 2 4", 0, NO_OTHERS),
-    (HIDDEN.replace("- mean ", ""), "--shape 2 4", 1, f"{NO_OTHERS}|the mean of g is missing from dx"),
-    (UNKNOWN.replace("dx, dgamma, dbeta\n", "dx\n"), "", 0, "note: no gamma and no beta found: the check judges dx alone"),
+    (HIDDEN, "--shape 2 4", 0, ""),
+    (NOWHERE, "--shape 2 4", 1, "cause dgamma: found nowhere: the backward neither|cause dbeta: found nowhere"),
+    (NOWHERE, "--shape 2 4 --only x", 0, "PASS for dx alone dgamma was not judged"),
+    (UNKNOWN, "", 0, "gamma is a_2; beta is b_2"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
     # RMS norms, by their name or by --kind; an offset of gamma.
     *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
@@ -312,44 +331,43 @@ SAID = [
     (RMS + RMS_CLASS.replace("RMSN", "N"), "--shape 2 4 --kind rms", 0, ""),
     (RMS + RMS_CLASS, "--shape 2 4 --kind layer", 1, ""),
     (RMS + RMS_FUNCTIONS, "--shape 2 4 --kind layer", 2, "must have layer_norm_forward"),
-    (RMS + PLUS_1, "--kind rms --gamma-offset 1", 0, "PASS: an error of"),
-    (RMS + PLUS_1, "--kind rms", 1, "this is not the RMS normalization asked for"),
+    (RMS + PLUS_1, "--kind rms --gamma-offset 1", 0, "PASS"),
+    (RMS + PLUS_1, "--kind rms", 1, "the forward adds 1 to gamma: say --gamma-offset 1"),
     (WRONG_RMS + PLUS_1, "--kind rms --gamma-offset 1", 1, "mean of g is subtracted in dx"),
     # Backwards that raise, or return something else.
-    (RAISES, "", 1, "FAIL: wrong gradient of x, gamma and beta|backward raised TypeError: grads() takes 4 positional ar"),
+    (RAISES, "", 1, "FAIL: your backward raised TypeError|line 20, in layer_norm_backward|grads() takes 4 positional ar"),
     (f"{FORWARD}return x, x{BACKWARD}return dy @ dy,", "--shape 2 3", 1, "backward raised ValueError: matmul|at mine.py:4"),
     *((CORE + USUAL.replace("return grads(dy, *cache)", f"dx, dw, db = grads(dy, *cache)\n    return {returned}"), "",
-       2 if words else 1, words) for returned, words in (
-        ("None", "must return dx, dgamma, dbeta, got NoneType\n"),
-        ("dx", "must return dx, dgamma, dbeta, got one array of shape 2 x 3 x 8\n"),
-        ("dx, dw", "must return dx, dgamma, dbeta, got tuple of 2\n"),
-        ("dx, None, db", "must return dx, dgamma, dbeta, got tuple of 3: no dgamma\n"),
-        ("{'dx': dx, 'dw': dw}", "dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n"),
-        ("{3: dx}", "got dict of 3: no dx"),
-        ("dx, dw, 'no'", ""),
-        ("dx.astype(complex), dw, db", ""))),
+       status, words) for returned, status, words in (
+        ("None", 2, "must return dx, dgamma, dbeta, got NoneType\n"),
+        ("dx", 3, "PASS for dx alone dgamma was not judged: backward returned None for it; dbeta was not"),
+        ("dx, dw", 2, "must return dx, dgamma, dbeta, got tuple of 2\n"),
+        ("dx, None, db", 3, "PASS for dx, dbeta alone dgamma was not"),
+        ("{'dx': dx, 'dw': dw}", 3, "PASS for dx, dgamma alone dbeta was not"),
+        ("{3: dx}", 2, "got dict of 3: no dx"),
+        ("dx, dw, 'no'", 1, "dbeta: the gradient must"),
+        ("dx.astype(complex), dw, db", 1, "dx: the gradient must"))),
     # Files that cannot be run.
     ("def layer_norm_forward(:", "", 2, "SyntaxError: invalid syntax at mine.py:1\n"),
     ("\n\n1 / 0", "", 2, "ZeroDivisionError: division by zero at mine.py:3\n"),
     ("import torch_is_not_here", "", 2, "ModuleNotFoundError: No module named"),
     ("import sys\nsys.exit(3)", "", 2, "SystemExit: 3 at mine.py:2; put the script part under"),
-    ("input('Which one? ')", "", 2, "EOFError: EOF when reading a line at mine.py:1"),
     ("\x00", "", 2, "null bytes"),
     ("", "", 2, "must have layer_norm_forward, or name one with --forward; it has no functions\n"),
-    ("def ln(x): ...\ndef _ln(x): ...\nclass L: ...", "", 2, "with --forward; it has ln\n"),
+    ("def ln(x): ...\ndef _ln(x): ...\nclass L: ...", "", 2, "with --forward; it has ln, and the class L without forward(x)"),
     (CORE + USUAL, "--backward b", 2, "must have b, or name one with --backward; it has stat"),
-    (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", 2, "NotImplementedError: at mine.py:2"),
+    (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", 2, "NotImplementedError at mine.py:2"),
     (f"{FORWARD}exit(){BACKWARD}pass", "", 2, "SystemExit: None at mine.py:2"),
-    (NO_CACHE, "", 2, "must take (dy, cache), or dy, x and more by name, got layer_norm_backward(dy, m"),
+    (NO_CACHE, "", 2, "y and the 2 that the backward takes of it, got y and 1\n"),
     (f"{FORWARD}return x, x, x\ndef layer_norm_backward(dy, x, rstd): ...", "", 2,
-     "y and the 1 that the backward takes of it, got tuple of 3"),
+     "y and the 1 that the backward takes of it, got y and 2\n"),
     (f"def f(*args): 0{BACKWARD}0", "--forward f", 2, "must take (x, gamma, beta, eps), got f(*a"),
     (f"f = max{BACKWARD}pass", "--forward f", 2, "no signature found for builtin"),
-    (BOTH, "", 2, "no functions, and the classes LayerNorm, Norm: choose one with --class\n"),
+    (BOTH, "", 2, "no functions, and the classes Sum, Norm1, Norm2: choose one with --class\n"),
     (BOTH, "--class L", 2, "must be a class with forward(x) and backward(dy), got L; it has"),
-    (BOTH, "--class Norm --forward stats", 2, "--class must be given without --forward"),
-    (LAYER.format("L", "a, n", "0"), "", 2, "tried L(8): TypeError: L.__init__() missing"),
-    (FIXED, "", 2, "L(): gamma does not have 8 elements\n"),
+    (BOTH, "--class Norm1 --forward stats", 2, "--class must be given without --forward"),
+    (LAYER.format("L", "a, n", "1 / 0"), "", 2, 'L also requires n; say how it is made: --init "L(n, n=None)"'),
+    (FIXED, "", 2, "its gamma does not have 8 elements"),
 ]  # fmt: skip
 
 
@@ -364,24 +382,42 @@ def test_a_file_has_its_status_and_words_that_say_why(text, options, status, wor
 
 
 def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["check", write(CORE + USUAL)]) == 0
     err = capsys.readouterr().err
     assert "\x1b[K\rcomparing: 3 of " in err
-    assert err.endswith("comparing: 64 of 64\x1b[K\r\x1b[K\r")
+    assert err.endswith("comparing: 29 of 29\x1b[K\r\x1b[K\r")
 
 
-def test_a_file_that_closes_the_streams_is_judged_all_the_same():
-    """The file closes the streams of Python and of the system."""
-    closing = "import os, sys\nfor s in sys.stdin, sys.stdout, sys.__stdout__: s.close()\n"
-    for more in ("", "os.close(0)\n", "os.close(2)\n"):
-        write(closing + more + CORE + USUAL)
-        done = run_python(
-            "from stablenorm.cli import main; raise SystemExit(main(['check', 'mine.py']))"
-        )
-        assert "PASS: an error of" in done.stdout, done
-        assert done.returncode == 0
-        assert "Traceback" not in done.stderr
+CODE = CORE + USUAL
+# Files, run in a process of their own: options, the status, and words of stderr or, with status 0, of stdout.
+APART = {
+    "ends at import": ("import os; os._exit(0)", "", 2, "no verdict: the process that ran the code ended with status 0"),
+    "crashes": ("import os, signal\ndef layer_norm_backward(dy, cache): os.kill(os.getpid(), signal.SIGABRT)", "", 2, "ended by the signal SIGABRT"),
+    "never returns": ("import time\nwhile True: time.sleep(1)", "--timeout 2", 2, "no verdict within 2 s, see --timeout"),
+    "breaks the interpreter": ("import builtins\ndel builtins.len, builtins.isinstance", "", 2, "no verdict"),
+    "closes all": ("import os; os.closerange(0, 256)", "", 2, "ended with status 1"),
+    "closes the streams": ("import os, sys; sys.stdout.close(); os.close(0); os.close(2)", "", 0, "PASS"),
+    "leaves a thread": ("import threading, time; threading.Thread(target=time.sleep, args=[99]).start(); print('at work')",
+                        "", 0, "at work\nmine.py: layer"),
+    "is quiet": ("print('at work')", "--quiet-code", 0, "mine.py: layer"),
+    "reads": ("input()", "", 2, "EOFError: EOF when reading a line at mine.py:1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", APART)
+def test_a_process_of_its_own_has_a_status_whatever_the_code_does(how):
+    text, options, status, words = APART[how]
+    own, _, last = text.partition("\ndef ")
+    write(f"{own}\n{CODE}\n" + f"def {last}" * bool(last))
+    run = f"from stablenorm.cli import main; raise SystemExit(main(['check', 'mine.py', *{options.split()}]))"
+    done = run_python(f"if __name__ == '__main__':\n    {run}")
+    assert done.returncode == status, done
+    assert words in (done.stdout if status == 0 else done.stderr)
+    assert "Traceback" not in done.stderr
+    assert ("at work" in done.stdout) == (how == "leaves a thread")
+    assert status == 0 or (done.stdout, done.stderr.count("\n")) == ("", 2)
 
 
 def test_helpers_beside_the_file_are_found_and_nothing_is_left_behind(tmp_path, capsys):
@@ -416,4 +452,4 @@ def test_piped_output_is_not_wrapped_at_80_columns(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) > 80
     (line,) = [line for line in out.splitlines() if line.startswith("mine.py: ")]
-    assert line.endswith("layer_norm_backward(dy, cache)")
+    assert line.endswith("layer_norm_backward(dy, cache); x 2 x 3 x 8 float64")

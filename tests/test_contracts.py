@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from interpreter import python
-from norms import NORMS, assert_contract, assert_right, assert_same, compute, draw, exactly
+from norms import JUDGES, NORMS, assert_contract, assert_right, assert_same, compute, draw, exactly
 from rationals import DTYPES, NAMES, nearest, rational, square_root
 
 import stablenorm as sn
@@ -225,6 +225,43 @@ def test_a_residual_is_added_and_rounded_once_to_the_wider_dtype(dtype, second, 
     assert_same([exact.x, *actual], [expected] * (1 + len(BACKENDS)))
     of_sum = sn.exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), of_sum)
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("of_out", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_of_another_dtype_are_rounded_once_to_it(dtype, of_out, rounding, backend, rng):
+    """Rows of ordinary and of hard numbers; of another axis as well, which has the same bits."""
+    for rows, n, offset in ((5, 33, 0.0), (3, 300, 100.0)):
+        x, gamma, beta, dy = draw(rng, (rows, n), dtype)
+        case = (x + np.asarray(offset, dtype)).astype(dtype), gamma, beta, 1e-5, dy
+        exact = exactly(case)
+        options = {"rounding": rounding, "backend": backend}
+        out = np.empty(x.shape, of_out), *(np.empty(n, of_out) for _ in range(2))
+        y, cache = sn.layer_norm_forward(*case[:4], **options, out=np.empty(x.shape, of_out))
+        gradients = sn.layer_norm_backward(dy, cache, out=out)
+        assert cache.x.dtype == dtype
+        results = dict(zip(NAMES, (y, *gradients), strict=True))
+        assert {array.dtype for array in results.values()} == {of_out}
+        JUDGES[rounding](exact, results, (rows, n), backend == "numpy" or dtype != of_out)
+        turned = sn.layer_norm(case[0].T, gamma, beta, 1e-5, axis=0, out=out[0].T, **options)
+        assert_same([np.ascontiguousarray(turned.T)], [y])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_wider_residual_is_a_plain_call_of_the_sum(kind, backend, rng):
+    forward, backward, _ = NORMS[kind]
+    x, gamma, beta, dy = draw(rng, (4, 40), np.float16)
+    residual = rng.standard_normal(x.shape).astype(np.float32)
+    y, cache = forward(x, gamma, beta, residual=residual, backend=backend)
+    of_sum, plain = forward(x + residual, gamma, beta, backend=backend, out=np.empty_like(x))
+    assert_same([y, cache.x], [of_sum, plain.x])
+    assert (y.dtype, cache.x.dtype) == (np.float16, np.float32)
+    # dy is widened; dx is the gradient of the sum, in its dtype, unless an out has another.
+    narrow = backward(dy, cache, out=(np.empty_like(x), None, None)).dx
+    wide = backward(dy.astype(np.float32), plain)
+    assert_same(backward(dy, cache), wide)
+    assert_same([narrow], [backward(dy, plain, out=(np.empty_like(x), None, None)).dx])
 
 
 # Other tests cover the kernels with an offset in these dtypes.

@@ -261,4 +261,4 @@ def test_a_task_keeps_to_its_thread_where_the_scheduler_has_others(rng, monkeypa
     watched = lambda call: seen.append(call.threads) or forward(call)
     monkeypatch.setattr(reference, "forward", watched)
     sn.layer_norm_forward(cut(rng, make(rng)[0]), backend="numpy")[0].compute()
-    assert set(seen) == {1 if scheduler == "threads" else sn.get_num_threads()}
+    assert set(seen) == {1 if scheduler == "threads" else None}

@@ -226,7 +226,7 @@ except MemoryError as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-@pytest.mark.parametrize(("rounding", "forward", "backward"), [("fast", 5, 9), ("nearest", 17, 44)])
+@pytest.mark.parametrize(("rounding", "forward", "backward"), [("fast", 5, 9), ("nearest", 16, 32)])
 def test_scratch_memory_of_a_long_row(rounding, forward, backward):
     """In rows of float32; results, one row of y and three of gradients, come on top."""
     said = python(LIMITED.format(rounding=rounding, forward=forward, backward=backward))

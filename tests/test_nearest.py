@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -292,3 +293,30 @@ def test_fast_misrounds_some_of_each_output_and_nearest_none(backend, rounding):
         missed += [(case.output, case.expected.dtype.name) for case in wrong]
     kinds = {output for output, _ in missed}
     assert kinds == {*NAMES} if rounding == "fast" else missed == []
+
+
+# ---- exact cases ----
+
+
+@pytest.mark.parametrize("n", [64, 256])
+def test_elements_at_the_mean_of_their_row_stay_in_the_kernels(n, rng):
+    """No bound certifies a y of 0: such rows went to Python's integers, 80 and 1 000 times as slow."""
+    few = rng.integers(-4, 5, (512, n))
+    every = np.concatenate([few[:, : n // 2], -few[:, : n // 2]], axis=1)
+    every[:, 0] = every[:, n // 2] = 0
+
+    def seconds(x, dy):
+        x, dy = (v.astype(np.float32) for v in (x, dy))
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            _, cache = layer_norm_forward(x, rounding="nearest", backend="native")
+            layer_norm_backward(dy, cache)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    ordinary = seconds(rng.standard_normal(few.shape), rng.standard_normal(few.shape))
+    # Alone on the machine 1.2 and 7 times as long.
+    dy = rng.integers(-4, 5, few.shape)
+    assert seconds(few, dy) < 4 * ordinary
+    assert seconds(every, dy) < 20 * ordinary

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import memory
-from stablenorm.formats import check_dtype
+from stablenorm.formats import NATIVE, check_dtype
 from stablenorm.types import Array, shown
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
@@ -45,6 +45,8 @@ def is_lazy_cache(value: Any) -> bool:
 
 def convert(name: str, value: Any) -> Array:
     """Return an argument as an array, its dtype checked, in the byte order of this machine."""
+    if type(value) is np.ndarray and value.dtype in NATIVE:
+        return value
     refuse_others(name, value)
     if on_cuda_device(value):
         raise TypeError(mixed(name, value, "in host memory"))
@@ -119,38 +121,44 @@ def mixed(name: str, value: Any, others: str) -> str:
 
 def empty_like(like: Array) -> Array:
     """Return a new array, in C order, of the shape and dtype of another."""
-    return memory.empty(like.shape, like.dtype)
+    new = memory.empty if like.nbytes >= memory.LARGE else np.empty
+    return new(like.shape, like.dtype)
 
 
 # ---- rows ----
 
-# A backend does not write over its input but in a plain call.
-IN_PLACE = False
+contiguous = np.ascontiguousarray
 
 
-def contiguous(array: Array) -> Array:
-    """Return an array in C order."""
-    return np.ascontiguousarray(array)
+def rows(
+    array: Array, layout: Any, read: bool = True, over: Array | None = None
+) -> tuple[Array, bool]:
+    """
+    Return an array as plain rows by a layout, and whether they are a view of it.
 
-
-def empty(shape: tuple[int, ...], like: Array) -> Array:
-    """Return a new array, in C order, of the dtype of another."""
-    return memory.empty(shape, like.dtype)
-
-
-def see_rows(array: Array, order: tuple[int, ...], shape: tuple[int, int]) -> Array | None:
-    """See an array, its axes in an order, as plain rows; None if that takes a copy."""
+    Else they are a copy; or, unless `read`, new rows for results, which never lie over the array `over`.
+    """
     try:
         # A memmap becomes a plain view.
-        rows = np.asarray(array).transpose(order).reshape(shape, copy=False)
+        moved = np.asarray(array).transpose(layout.order)
+        view = moved.reshape(layout.shape, copy=False)
+        is_apart = over is None or not np.may_share_memory(view, over)
+        if is_apart and (view.shape[1] == 1 or view.strides[1] == view.itemsize):
+            return view, True
     except ValueError:
-        return None
-    return rows if rows.shape[1] == 1 or rows.strides[1] == rows.itemsize else None
-
-
-def share(a: Array, b: Array) -> bool:
-    """Tell whether arrays may share memory, by their bounds."""
-    return np.may_share_memory(a, b)
+        pass
+    new = memory.empty if array.nbytes >= memory.LARGE else np.empty
+    try:
+        made = new(layout.shape, array.dtype)
+    except MemoryError:
+        msg = (
+            f"a copy of {array.nbytes} bytes must fit in memory, to normalize an array of strides "
+            f"{array.strides}; normalize parts of it, or the last axis of an array in C order"
+        )
+        raise MemoryError(msg) from None
+    if read:
+        made.reshape(layout.lengths)[...] = moved
+    return made, False
 
 
 # ---- axes ----
@@ -158,9 +166,9 @@ def share(a: Array, b: Array) -> bool:
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
     """Return `axis`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
-    if type(axis) is int and axis == -1 and ndim:
-        # The usual axis takes a twentieth of the time of the code below.
-        return (ndim - 1,)
+    if type(axis) is int and -ndim <= axis < ndim:
+        # One axis takes a twentieth of the time of the code below.
+        return (axis % ndim,)
     chosen = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     try:
         axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in chosen)
@@ -184,7 +192,7 @@ def shown_axis(axis: Any) -> str:
 
 def normalized_shape(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the lengths of `axes`, or raise ValueError where there is nothing to normalize."""
-    lengths = (shape[axes[0]],) if len(axes) == 1 else tuple(shape[axis] for axis in axes)
+    lengths = (shape[axes[0]],) if len(axes) == 1 else tuple([shape[axis] for axis in axes])
     if 0 in lengths:
         msg = f"x must have at least one element along axis {show_axes(axes)}, got shape {shape}"
         raise ValueError(msg)

@@ -71,6 +71,7 @@ def choose(backend: str | None, on_device: bool = False) -> str:
     return backend
 
 
+@functools.cache
 def arrays_of(backend: str) -> Any:
     """Return the module that handles the arrays of a backend."""
     return module_of(backend) if backend == "cuda" else arrays

@@ -147,7 +147,8 @@ def forward(
             f"x.rechunk({dict.fromkeys(cut, -1)}) first"
         )
         raise ValueError(msg)
-    residual = checks.of_shape(convert, "residual", residual, x.shape, optional=True)
+    if residual is not None:
+        residual = checks.of_shape(convert, "residual", residual, x.shape)
     if is_lazy(where):
         # Tasks check the elements, block by block.
         check_blocks("where", where)
@@ -214,9 +215,9 @@ def backward(
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
         raise TypeError(msg)
-    dy = checks.of_shape(convert, "dy", dy, x.shape, "the y of this cache")
-    dsum = checks.of_shape(convert, "dsum", dsum, x.shape, optional=True)
-    dy, dsum = checks.widened("dy", dy, x.dtype), checks.widened("dsum", dsum, x.dtype)
+    dy = checks.of_shape(convert, "dy", dy, x.shape, "the y of this cache", x.dtype)
+    if dsum is not None:
+        dsum = checks.of_shape(convert, "dsum", dsum, x.shape, dtype=x.dtype)
     every = tuple(range(x.ndim))
     of_dy, of_dsum = operand(dy, x, every), operand(dsum, x, every)
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.blocks, every)
@@ -262,8 +263,7 @@ def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ..
 
 def _again(which: int, dy: Any, uncertified: Any, *block: Any) -> Any:
     """Return the exact sums of a block for the columns that are uncertified."""
-    layout, call, mask = operations.rows_of(dy, _filled(*block), threads_of_task())
-    return keywords.exact_sums(layout, call, mask, which, uncertified)
+    return keywords.exact_sums(_filled(*block), dy, which, uncertified)
 
 
 def _decided(values: Any, exact: Any) -> Any:

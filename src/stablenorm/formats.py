@@ -36,6 +36,7 @@ FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = FORMATS = (
 )
 
 DTYPES = tuple(form.dtype.name for form in FORMATS)
+NATIVE = frozenset(form.dtype for form in FORMATS)
 # By what an array of either byte order has: dtype.type.
 _BY_TYPE = {form.dtype.type: form for form in FORMATS}
 

@@ -54,6 +54,10 @@ def use(core: Any) -> None:
         core.set_idle_limit(_limit)
 
 
+# Bytes from which memory is handed out again, as in native/arrays.h.
+LARGE = 1 << 20
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array of arbitrary elements, a large one in memory that is handed out again."""
     return np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)

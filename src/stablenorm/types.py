@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stablenorm.control import with_default_control
-from stablenorm.formats import BFLOAT16, check_dtype
+from stablenorm.formats import BFLOAT16, NATIVE, check_dtype
 
 Array = NDArray[Any]
 # Lengths, or axes.
@@ -20,6 +20,7 @@ bfloat16 = BFLOAT16.dtype
 # Words for arguments, for type checkers.
 Rounding = Literal["fast", "nearest"]
 Backend = Literal["native", "numpy", "cuda"]
+_BACKENDS = get_args(Backend)
 Name = Literal["x", "gamma", "beta"]
 
 
@@ -197,11 +198,11 @@ def check_record(cache: Cache) -> None:
     if where is not None and not (is_mask and where.ndim == len(lengths)):
         msg = f"cache.where must be None or an array of bool with the axes of x, got {where!r:.60}"
         raise TypeError(msg)
-    if where is not None and any(
-        one not in (1, n) for one, n in zip(where.shape, lengths, strict=True)
-    ):
-        msg = f"cache.where must broadcast to the shape of x, {lengths}, got {where.shape}"
-        raise ValueError(msg)
+    shape = () if where is None else where.shape
+    for one, length in zip(shape, lengths, strict=False):
+        if one not in (1, length):
+            msg = f"cache.where must broadcast to the shape of x, {lengths}, got {shape}"
+            raise ValueError(msg)
 
 
 def check_rows(cache: Cache) -> None:
@@ -212,17 +213,16 @@ def check_rows(cache: Cache) -> None:
     # Anything may be in it.
     fields: Any = cache
     x, _, axis, statistics, backend, _ = fields
-    if not (isinstance(backend, str) and backend in get_args(Backend)):
-        msg = f"cache.backend must be one of {', '.join(get_args(Backend))}, got {backend!r:.60}"
+    if not (isinstance(backend, str) and backend in _BACKENDS):
+        msg = f"cache.backend must be one of {', '.join(_BACKENDS)}, got {backend!r:.60}"
         raise ValueError(msg)
     if isinstance(x, np.ndarray) == (backend == "cuda") or not hasattr(x, "dtype"):
         msg = f"cache.x must be the array that the backend {backend!r} normalized, got {type(x).__name__}"
         raise TypeError(msg)
-    check_dtype("cache.x", x)
-    is_ints = isinstance(axis, tuple) and all(type(one) is int for one in axis)
-    if not (
-        is_ints and axis and set(axis) <= set(range(x.ndim)) and sorted(set(axis)) == list(axis)
-    ):
+    if x.dtype not in NATIVE:
+        check_dtype("cache.x", x)
+    is_ints = isinstance(axis, tuple) and set(map(type, axis)) == {int}
+    if not (is_ints and set(axis) <= set(range(x.ndim)) and sorted(set(axis)) == list(axis)):
         msg = f"cache.axis must be a tuple of axes of x, each from 0 to {x.ndim - 1} once, got {axis!r:.60}"
         raise ValueError(msg)
     if type(statistics) is not Statistics or len(statistics) != len(Statistics._fields):
@@ -230,7 +230,9 @@ def check_rows(cache: Cache) -> None:
             f"cache.statistics must be the Statistics of a forward, got {type(statistics).__name__}"
         )
         raise TypeError(msg)
-    rows = math.prod(length for i, length in enumerate(x.shape) if i not in axis)
+    rows = 1
+    for i, length in enumerate(x.shape):
+        rows *= 1 if i in axis else length
     layer, wide = statistics.mean is not None, x.dtype == np.float64 and backend == "native"
     needed = "rstd" + " mean_lo" * layer + " rstd_lo" * wide + " mean_tail" * (layer and wide)
     for name, word in zip(Statistics._fields, statistics, strict=True):
@@ -250,7 +252,7 @@ def check_rows(cache: Cache) -> None:
 
 def check_eps(eps: Any) -> float:
     """Return `eps` as a float; TypeError if it is no number, ValueError if not finite and >= 0."""
-    value = real("eps", eps)
+    value = eps if type(eps) is float else real("eps", eps)
     if not 0.0 <= value < math.inf:
         msg = f"eps must be finite and >= 0, got {eps}"
         raise ValueError(msg)

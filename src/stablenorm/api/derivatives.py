@@ -41,9 +41,9 @@ def layer_norm_jvp(
     Each element is within ``0.501 ulp + c * S``, with the c of y. S is
     ``|gamma| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``, where T(v) is
     ``rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``; for RMS norm both are
-    without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0. Rows of float64
-    beyond about 2**200, or below 2**-200, get NaN: their products leave the range of float64. The
-    reference in NumPy computes them, whatever the backend.
+    without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0. It is computed by
+    plain calls on float64 copies of the rows: float64 results have the second term of the narrower
+    dtypes. Products that leave the range of float64 are infinite or NaN.
 
     Examples
     --------
@@ -112,8 +112,7 @@ def layer_norm_double_backward(
 
     Notes
     -----
-    Computed as by `layer_norm_jvp`, with NaN for the same rows of float64.
-    Each element is within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma), with the
+    Computed as by `layer_norm_jvp`. Each element is within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma), with the
     c of y, and for dgamma that of `layer_norm_backward`'s. With T as in `layer_norm_jvp`, ``g =
     gamma * dy``, and g' and ddx' for g and ddx less their means, S is
 

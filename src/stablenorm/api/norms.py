@@ -45,15 +45,17 @@ def layer_norm(
     axis : int, tuple of int or None, default: -1
         The axes normalized together; None: all, as in NumPy.
     out : array, optional
-        Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
+        Where to write the result, rounded once to its dtype; of the shape of `x` and any of the four
+        dtypes. It may be `x` itself.
     backend : {"native", "numpy", "cuda"}, optional
         "native", the default, is C++, with the same bits on every processor. "numpy" is the reference;
-        without kernels it is the default, with a warning. Both keep the accuracy contract. In y and dx
-        of up to 32 bits, all but a few in 10^9 elements agree, unless they nearly cancel; float64
-        results, dgamma and dbeta differ by at most an ulp. "cuda" is for arrays on a CUDA device,
+        without kernels it is the default, with a warning. Both keep the accuracy contract, for float64
+        data "numpy" with the second term of float64 arithmetic. In y and dx of up to 32 bits, all but a
+        few in 10^9 elements agree, unless they nearly cancel. "cuda" is for arrays on a CUDA device,
         which use no other backend: the page "On a CUDA device".
     gamma_offset : float, default: 0
-        Added to `gamma`, exactly: 1 if the array holds gamma - 1. Finite.
+        Added to `gamma` in float64: 1 if the array holds gamma - 1. Finite. "nearest" rounds the exact
+        result of that sum.
     rounding : {"fast", "nearest"}, default: "fast"
         "fast" is within the bound of the Notes. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
@@ -69,7 +71,7 @@ def layer_norm(
     Raises
     ------
     TypeError
-        If a dtype is not one of the four, or `out` does not have that of `x`.
+        If a dtype is not one of the four, or a `residual` has another of 16 bits than `x`.
     ValueError
         If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has length
         zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
@@ -90,8 +92,8 @@ def layer_norm(
     data in double-double. A gamma or beta of another dtype is widened exactly. float64 rows with numbers beyond
     2**200 or below 2**-200 are computed in Python's integers, far more slowly; all rows are, if gamma or beta has such.
 
-    Other layouts than rows without gaps are copied to such rows, a block at a time. NaN and infinity
-    spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
+    Other layouts than rows without gaps are copied to such rows, whole. NaN and infinity spoil
+    their own row only. With ``eps=0`` a row of zero variance is NaN.
 
     Examples
     --------
@@ -124,18 +126,19 @@ def layer_norm_forward(
     gamma, beta : array, optional
         As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
-        Their gradients have their shapes. A part of `x` with its own gamma and beta has the bits of a
-        separate call. Many small parts take longer than one gamma for all.
+        Their gradients have their shapes. A part of `x` with its own gamma and beta is a call of its
+        own, with the same bits.
     out : array, optional
         As for `layer_norm`, but it may be `x` itself only with a `residual`: the cache keeps the sum then.
     residual : array of the shape of x, optional
-        Added to `x` first; of any of the four dtypes. The sum is rounded once to the dtype of `x` and
-        normalized. It is ``cache.x``, for the next residual.
+        Added to `x` first. The sum is rounded once to the wider dtype of both and normalized; y has the
+        dtype of `x`. The sum is ``cache.x``, for the next residual.
     where : array of bool, optional
         Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
         NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without
         any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows, which are
-        copied. Rows in which it varies take the slow reference.
+        copied. If it varies inside rows, those of equal masks
+        are a call of the elements that count.
 
     Returns
     -------
@@ -176,38 +179,39 @@ def layer_norm_backward(
     Parameters
     ----------
     dy : array
-        Derivative of a scalar by `y`; of its shape, of any of the four dtypes, any strides.
-        Not modified, unless it is ``out.dx``. A Dask array if `x` was one.
+        Derivative of a scalar by `y`; of its shape, of the dtype of `cache.x` or a narrower one, any
+        strides. Not modified, unless it is ``out.dx``. A Dask array if `x` was one.
     cache : Cache
         What `layer_norm_forward` returned. It can be used any number of times.
     wrt : sequence of {"x", "gamma", "beta"}, default: all three
         The gradients to compute.
     out : Gradients or tuple of three, optional
-        Arrays to write dx, dgamma and dbeta into; None for those to be allocated. They may not
-        overlap one another or an input, but dx may be exactly `dy`.
+        Arrays to write dx, dgamma and dbeta into, each rounded once to its dtype; None for those to be
+        allocated. They may not overlap one another or an input, but dx may be exactly `dy`.
     dsum : array of the shape of x, optional
         Added to dx before that is rounded: the gradient of ``s = x + residual`` from its other use, as
-        the next residual. dx is then the gradient of `x` and of the residual alike.
+        the next residual; of the dtype of `cache.x` or a narrower one. dx is the gradient of `x` and of the
+        residual alike, in the dtype of their sum.
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
         remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives (B,
         D), the gradients of each sample. Default: all axes along which gamma or beta does not vary.
     accumulate : bool, default: False
-        Add to the dgamma and dbeta that are in `out`, as micro-batches need: each becomes the exact
-        old value plus the exact sum, rounded once. dx is not added to.
+        Add to the dgamma and dbeta that are in `out`, as micro-batches need: each becomes the old value
+        plus the sum in float64, rounded to its dtype. dx is not added to. Not with "nearest".
 
     Returns
     -------
     Gradients
-        dx, dgamma and dbeta, of the shapes (but for `sum_axes`) and dtypes of x, gamma and beta.
+        dx, dgamma and dbeta, of the shapes (but for `sum_axes`) and dtypes of cache.x, gamma and beta.
         None for what was not asked for, and for a gamma or beta that was not given. The order of the
         sums depends on the shape and the dtypes alone.
 
     Raises
     ------
     TypeError
-        If `cache` is no `Cache`, the dtype of `dy` is not one of the four, or an `out` has the
-        wrong one.
+        If `cache` is no `Cache`, a dtype is not one of the four, or that of `dy` or `dsum` is wider than
+        that of ``cache.x``.
     ValueError
         If `dy` or an `out` has the wrong shape, overlaps what it must not, or is read-only, `wrt`
         or `sum_axes` names something else, there is no `out` to accumulate in, or the cache is one
@@ -223,7 +227,8 @@ def layer_norm_backward(
     - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for x of float64,
       2**-94; a float64 dgamma or dbeta of narrower x is promised within ``c * S`` alone;
     - for dbeta: the sum over rows of ``|dy|``, the same c;
-    - for both, with ``accumulate=True``, plus the size of the old value.
+    - for both, with ``accumulate=True``, plus the size of the old value. There, and with a mask inside
+      rows, c is 2**-44 for float64 as well.
 
     Examples
     --------

@@ -232,8 +232,8 @@ def ordinary(like: Case, rng: Generator, shape: tuple[int, ...] = ()) -> Case:
     count, n = max(1, math.prod(shape[:-1])), shape[-1]
     # From 2^-5, whose square is 1e-3: the usual eps of 1e-5 is 1 % of that variance.
     spread = np.exp2(rng.uniform(-5, 1, (count, 1)))
-    if count > 1:
-        spread[rng.integers(count)] = 2.0**-5
+    # The first and the last: a sum may hold one of them alone.
+    spread[[0, -1]] = 2.0**-5 if count > 1 else spread[0]
     x = spread * (rng.standard_normal((count, n)) + rng.uniform(-1, 1, (count, 1)))
     gamma, beta = (_parameter(p, n, rng) for p in (like.gamma, like.beta))
     dy = rng.standard_normal(shape).astype(like.dy.dtype)
@@ -245,7 +245,8 @@ def _parameter(like: Array | None, n: int, rng: Generator) -> Array | None:
     if like is None:
         return None
     signs = rng.permutation(np.resize([1.0, -1.0], n))
-    return (signs * rng.uniform(0.5, 1.5, n)).astype(like.dtype)
+    # Exact in float32: a class may keep its parameters in that.
+    return (signs * rng.uniform(0.5, 1.5, n)).astype(np.float32).astype(like.dtype)
 
 
 def _shape_of(like: Case, rows: int, n: int) -> tuple[int, ...]:

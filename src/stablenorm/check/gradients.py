@@ -1,14 +1,23 @@
 """`check_gradients`: any hand-written operation, argument by argument."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from stablenorm.check.differences import Argument
-from stablenorm.check.operation import Backward, FaultError, Given, Loss, Operation, as_array
-from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
+from stablenorm.check.operation import (
+    Backward,
+    FaultError,
+    Given,
+    Loss,
+    Missing,
+    Operation,
+    as_array,
+)
+from stablenorm.check.results import _NO_ARGUMENT, ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
@@ -121,14 +130,29 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
-def make_report(operation: Operation, outcome: Outcome, about: str, *named: str) -> GradientReport:
-    """Return the report of results, findings and named mistakes, with the cost of all calls."""
+def make_report(
+    operation: Operation, outcome: Outcome, about: str,
+    readings: Mapping[str, Any] = MappingProxyType({}), causes: Sequence[str] = (),
+) -> GradientReport:  # fmt: skip
+    """Return the report of results, findings, formulas and causes, with the cost of all calls."""
     results, findings = outcome
-    # A modified array can spoil correct results, so the diagnosis names it first.
-    modified = tuple(f.message for f in findings if " modifies " in f.message)
+    # A modified array can spoil correct results, so the causes begin with it.
+    modified = [f.message for f in findings if " modifies " in f.message]
+    named, readings = [*modified, *causes], {} if modified else readings
+    # One fault of all gradients, as an exception is, is said once.
+    faults = {r.name: r.message for r in results if r.verdict == "FAIL" and not r.judged}
+    is_one = len({*faults.values()}) == 1 and len(faults) == len(results)
+    named += (
+        list(faults.values())[:1] if is_one else [f"d{n}: {words}" for n, words in faults.items()]
+    )
+    # By the names of the arguments: "x" for dx.
+    formula, right = (
+        {n.removeprefix("d"): getattr(r, k) for n, r in readings.items()}
+        for k in ("formula", "right")
+    )
     return GradientReport(
-        tuple(results), operation.forward_calls, tuple(findings), modified + named,
-        operation.backward_calls, time.perf_counter() - operation.start, about,
+        tuple(results), operation.forward_calls, tuple(findings), tuple(named), operation.backward_calls,
+        time.perf_counter() - operation.start, about, formula, right, operation.trace,
     )  # fmt: skip
 
 
@@ -142,6 +166,7 @@ def compare(
         loss = Loss(operation, args, spans, np.random.default_rng(rng))
     except FaultError as fault:
         verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+        operation.trace = fault.trace
         findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
         why = "there is nothing to compare with"
         return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
@@ -150,7 +175,7 @@ def compare(
     try:
         gradients = operation.gradients(loss.dy.copy(), loss.cache)
     except FaultError as fault:
-        form = str(fault)
+        form, operation.trace = str(fault), fault.trace
     refused = {n: _refused(n, a, gradients[n], form) for n, a in args.items()}
     sound = [Argument(loss, name, gradients) for name, result in refused.items() if not result]
     findings = check_rules(loss, sound, backward=not form)
@@ -177,15 +202,18 @@ def compare(
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Return the result of an argument that cannot be compared, or None; `fault` is the backward's."""
     if array is None or (gradient is None and not fault):
-        why = "the argument is None" if array is None else "backward returned None for it"
+        why = _NO_ARGUMENT if array is None else "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
+        fault = fault or (gradient if isinstance(gradient, Missing) else "")
         gradient = array if fault else as_array("the gradient", gradient, array.shape)
         if places := [*map(tuple, np.argwhere(~np.isfinite(gradient)).tolist())]:
             first = f"{gradient[places[0]]} at {places[0]}"
             fault = f"the gradient must be finite, got {first} ({len(places)} such)"
     except FaultError as error:
         fault = str(error)
+        if getattr(gradient, "ndim", 0) > array.ndim:
+            fault += "; sum over the other axes"
     if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
     if not array.size:

@@ -1,7 +1,10 @@
 """Call the functions under test safely, and measure what they return."""
 
+import itertools
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,16 +15,47 @@ from stablenorm.formats import check_dtype, format_of
 from stablenorm.text import described, shape_text
 from stablenorm.types import Array
 
+# Frames of ours, which no traceback of a user's code shows.
+_OURS = str(Path(__file__).parents[1])
 Given = dict[str, Array | None]
 Backward = Callable[[Array, Any], Any]
 
 
 class FaultError(Exception):
-    """A function under test broke its contract or, with `raised`, raised; the message is one line of the report."""
+    """A function under test broke its contract or raised; the message is one line of the report."""
 
-    def __init__(self, message: str, *, raised: bool = False):
-        super().__init__(message)
-        self.raised = raised
+    # The traceback of what it raised, from its own code on.
+    trace = ""
+
+    @property
+    def raised(self) -> bool:
+        """Whether the function raised."""
+        return self.trace != ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "FaultError":
+        """Say what a function raised, and where in its own file."""
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [
+            *itertools.dropwhile(lambda frame: frame.filename.startswith((_OURS, "<frozen")), every)
+        ]
+        # Name the innermost line of that file: code that it calls is seldom to blame.
+        own = [f for f in frames if f.filename == frames[0].filename]
+        place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+        # 120 characters, with the words around them, are two lines of a terminal.
+        said = " ".join(str(error).split())[:120].strip()
+        if isinstance(error, SyntaxError):
+            said, place = error.msg, f"{Path(error.filename or '').name}:{error.lineno}"
+        fault = cls(
+            f"{type(error).__name__}: {said}".removesuffix(": ") + f" at {place}" * bool(place)
+        )
+        words = traceback.format_exception_only(error)
+        fault.trace = "".join(traceback.format_list(frames) + words)
+        return fault
+
+
+class Missing(str):
+    """Stands for a gradient that is found nowhere; the text says so."""
 
 
 class Operation:
@@ -30,6 +64,10 @@ class Operation:
     def __init__(self, forward: Callable[..., Any], backward: Backward):
         self._forward, self._backward, self.start = forward, backward, time.perf_counter()
         self.forward_calls = self.backward_calls = 0
+        # Arguments whose gradient has a wrong shape, or is none: reported once, then left out.
+        self.left_out: set[str] = set()
+        # The traceback of the first fault that ended the check.
+        self.trace = ""
         # Words for the arrays that a "forward" or a "backward" has modified.
         self.modified: dict[str, str] = {}
         # A warning if a later call overwrites results; else empty.
@@ -57,7 +95,8 @@ class Operation:
         returned = self._watched("backward", self._backward, reach, dy, cache)
         if isinstance(returned, (tuple, list)) and len(returned) == len(self._given):
             both = zip(self._given, returned, strict=True)
-            return {name: self._copied(f"d{name}", gradient) for name, gradient in both}
+            known = ((n, None if n in self.left_out else gradient) for n, gradient in both)
+            return {name: self._copied(f"d{name}", gradient) for name, gradient in known}
         wanted = f"a tuple or list of {len(self._given)} gradients, one for each argument"
         msg = f"the backward must return {wanted}, got {described(returned)}"
         raise FaultError(msg)
@@ -65,21 +104,20 @@ class Operation:
     def _watched(self, way: str, function: Any, reach: list[tuple[str, Any]], *args: Any) -> Any:
         """Call a function, and remember which arrays within its reach it modifies."""
         before = [(name, a, a.tobytes()) for name, value in reach for a in leaves(value)]
-        said = ""
         try:
             # Squares may overflow and roots be NaN: the check judges results instead of warning.
             with np.errstate(all="ignore"):
                 result = function(*args)
-        except FaultError as fault:
+        except FaultError:
             # The message of an adapter is complete.
-            if not fault.raised:
-                raise
-            said = str(fault)
-        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-            # 160 characters, with the words before them, are two lines of a terminal.
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        if said:
-            raise FaultError(f"{way} raised {said}".removesuffix(": "), raised=True)
+            raise
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        # SystemExit too: exit() in a function ends the function, not the check.
+        except BaseException as error:  # noqa: BLE001 - whatever a user's function raises
+            fault = FaultError.of(error)
+            fault.args = (f"your {way} raised {fault}",)
+            raise fault from None
         if changed := dict.fromkeys(name for name, a, old in before if a.tobytes() != old):
             self.modified[way] = f"the {way} modifies {', '.join(changed)}"
         return result
@@ -113,12 +151,23 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
 
 def leaves(cache: Any, depth: int = 4) -> Iterator[Array]:
     """Yield the arrays in a cache; the depth is enough for a layer in a block in a model."""
-    if isinstance(cache, np.ndarray):
-        yield cache
-    elif depth and not isinstance(cache, (type, ModuleType)):
-        named = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
-        for part in [*(cache if isinstance(cache, (tuple, list)) else ()), *named.values()]:
-            yield from leaves(part, depth - 1)
+    return (array for _, array in arrays_in(cache, depth))
+
+
+def arrays_in(
+    owner: Any, depth: int = 4, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """Yield the arrays in an object, and the attributes, keys and places that lead to them."""
+    if isinstance(owner, np.ndarray):
+        yield path, owner
+    elif depth and not isinstance(owner, (type, ModuleType)):
+        named = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        slots = getattr(owner, "__slots__", ())
+        slots = (slots,) if isinstance(slots, str) else slots
+        listed = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
+        parts = [*listed.items(), *named.items(), *((n, getattr(owner, n, None)) for n in slots)]
+        for name, part in parts:
+            yield from arrays_in(part, depth - 1, (*path, str(name)))
 
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:

@@ -2,13 +2,22 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from stablenorm.text import plain, to_json, wrapped
 
 # Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074
+_NO_ARGUMENT = "the argument is None"
+# Layers whose notes everybody reads; those of other layers are figures.
+_TOLD = "contract", "the forward", "smoothness"
+_LAYERS = {
+    "contract": "what every pair of functions must do",
+    "closed form": "our own formulas, element by element",
+    "hard inputs": "data on which digits are lost",
+    "smoothness": "where there is a derivative",
+}
 # NOTE is for findings alone, NOT CHECKED for arguments alone.
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE", "NOT CHECKED"]
 
@@ -83,23 +92,35 @@ class ArgumentResult:
         bound = self.bound_numeric + self.bound_actual
         return abs(self.actual - self.numeric) / max(bound, TINIEST)
 
+    @property
+    def seen(self) -> str:
+        """How much was compared, and how small an error would have been seen."""
+        line = f"{self.checked} of {self.total} elements"
+        line += f" and {self.probes} random directions" * (self.probes > 0)
+        return line + f"; an error of {self.resolution:.0e} would have been seen"
+
     def __str__(self) -> str:
-        """Return one line; for FAIL and INCONCLUSIVE two more, with the worst element."""
+        """Say in words what was found; of a wrong gradient, also the worst element."""
         message = f": {self.message}" * bool(self.message)
-        line = f"{self.name}: {self.verdict}" + f" ({self.pattern})" * bool(self.pattern)
         if not self.judged:
-            return line + message
-        line += f": {self.checked} of {self.total} elements"
-        line += f" and {self.probes} probes" * (self.probes > 0)
-        line += f", {self.failing} differ" * (self.failing > 0)
-        line += f", by {self.method}" * (self.method != "secants")
-        line += f", resolution {self.resolution:.1e}{message}"
+            return f"{self.name}: {'wrong' if self.verdict == 'FAIL' else 'not judged'}{message}"
         if self.verdict == "PASS":
-            return line
-        place = "along a probe" if self.index is None else f"at {list(self.index)}"
-        line += f"\n    {place}: backward {self.actual:.17g}, numeric {self.numeric:.17g}\n    "
-        line += f"differ by {abs(self.actual - self.numeric):.2e}, z = {self.z:.3g}; bounds: "
-        return line + f"backward {self.bound_actual:.2e}, numeric {self.bound_numeric:.2e}"
+            return f"{self.name}: right ({self.seen})"
+        if self.verdict != "FAIL":
+            return f"{self.name}: not judged{message}"
+        place = "along a random direction" if self.index is None else f"at {list(self.index)}"
+        values = f"{place} yours is {self.actual:.8g}, right is {self.numeric:.8g}"
+        return f"{self.name}: wrong {self.pattern or 'along a random direction'}; {values}"
+
+    def figures(self) -> list[str]:
+        """Return the lines of --verbose."""
+        if not self.judged:
+            return []
+        line = f"{self.name}: {self.verdict}, {self.failing} differ, by {self.method}"
+        worst = f"backward {self.actual:.17g}, numeric {self.numeric:.17g}"
+        bounds = f"bounds: backward {self.bound_actual:.2e}, numeric {self.bound_numeric:.2e}"
+        line += f", resolution {self.resolution:.1e}"
+        return [line, f"  worst: {worst}", f"  z = {self.z:.3g}; {bounds}"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +141,11 @@ class GradientReport:
         What is wrong, named; one sentence each.
     about : str
         The shapes and dtypes of the arguments.
+    formula, right : dict of str
+        In `check_layer_norm`, by the names "x", "gamma", "beta" and "y": the formula that the code
+        computes where it is wrong, read back from its results, and the right one.
+    traceback : str
+        The exception of the code, if it raised one, from its own lines on.
     """
 
     arguments: tuple[ArgumentResult, ...]
@@ -129,6 +155,9 @@ class GradientReport:
     backward_calls: int = 0
     seconds: float = 0.0
     about: str = ""
+    formula: dict[str, str] = field(default_factory=dict)
+    right: dict[str, str] = field(default_factory=dict)
+    traceback: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -164,27 +193,82 @@ class GradientReport:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
         return to_json(self.as_dict(), path)
 
-    def __str__(self) -> str:
-        """Return verdict, diagnosis, a line for each argument, the failed findings, and the cost."""
-        lines = [*self.diagnosis, *self.about.splitlines()]
-        lines += [line for result in self.arguments for line in str(result).splitlines()]
-        for layer in dict.fromkeys(finding.layer for finding in self.findings):
-            seen = [finding for finding in self.findings if finding.layer == layer]
-            counts = Counter(finding.verdict for finding in seen)
-            lines.append(f"{layer}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
-            shown = (f for f in seen if f.verdict != "PASS")
-            lines += [f"  {f.verdict}: {f.name}: {f.message}".removesuffix(": ") for f in shown]
-        calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
-        # Below a second, the time interests nobody, and equal checks give equal texts.
-        lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
+    @property
+    def unjudged(self) -> str:
+        """Why not all gradients were judged; empty if all were, or have no argument."""
+        left = (
+            r for r in self.arguments if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT
+        )
+        return "; ".join(f"d{r.name} was not judged: {r.message}" for r in left)
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about."""
         names = [result.name for result in self.arguments if result.verdict == self.verdict]
-        of = "wrong gradient of " if self.verdict == "FAIL" else "no verdict on the gradient of "
-        if not names:
-            names = list(dict.fromkeys(f.layer for f in self.findings if f.verdict == self.verdict))
-            of = "" if names else "nothing was compared"
-        headline = f": {of}{' and '.join(filter(None, [', '.join(names[:-1]), *names[-1:]]))}"
+        listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         if self.passed:
-            headline = f": an error of {self.resolution:.1e}, relative, would have been seen"
-            headline *= math.isfinite(self.resolution)
-        indented = "\n  ".join([self.verdict + headline, *lines]).splitlines()
-        return "\n".join(part for line in indented for part in wrapped(line))
+            right = ", ".join(f"d{name}" for name in names)
+            return f"PASS for {right} alone" if self.unjudged else "PASS"
+        if self.traceback:
+            return f"{self.verdict}: {self.diagnosis[0].partition(':')[0] if self.diagnosis else 'the code raises'}"
+        if names:
+            wrong = self.verdict == "FAIL"
+            return f"{self.verdict}: {'wrong gradient of' if wrong else 'no verdict on the gradient of'} {listed}"
+        layers = dict.fromkeys(f.layer for f in self.findings if f.verdict == self.verdict)
+        return f"{self.verdict}: {' and '.join(layers) or 'nothing was compared'}"
+
+    def text(self, *, verbose: bool = False) -> str:
+        """
+        Return the report as lines: the verdict, formulas, causes, a line for each gradient.
+
+        With `verbose`, all figures follow, each with a word of explanation.
+        """
+        lines = [self.unjudged] * (self.passed and bool(self.unjudged))
+        lines += [f.message for f in self.findings if f.layer == "precision"]
+        # Each formula with its own cause would repeat what is common: first formulas, then causes.
+        for name, yours in self.formula.items():
+            label = f"your {name if name == 'y' else 'd' + name}  ".ljust(10)
+            lines.append(label + yours)
+            lines += ["right".ljust(len(label)) + self.right[name]] * bool(self.right[name])
+        failed = [
+            f"{f.name}: {f.message}".removesuffix(": ")
+            for f in self.findings
+            if f.verdict in ("FAIL", "INCONCLUSIVE")
+        ]
+        lines += [f"{'cause':10}{said}" for said in self.diagnosis or failed[:1]]
+        lines += self.traceback.splitlines()
+        lines += [
+            str(result) for result in self.arguments if not (self.traceback and result.message)
+        ]
+        lines += [said for said in failed[not self.diagnosis :] if said not in lines]
+        lines += [
+            f"note: {f.message}" for f in self.findings if f.verdict == "NOTE" and f.layer in _TOLD
+        ]
+        if verbose:
+            lines += ["", "figures (docs: Checking gradients):", self.about]
+            lines += [line for result in self.arguments for line in result.figures()]
+            lines.append(
+                "z: the difference in units of both bounds together; more than 1 is a mistake"
+            )
+            lines.append(
+                "resolution: the smallest relative error that would have been seen everywhere"
+            )
+            for layer in dict.fromkeys(finding.layer for finding in self.findings):
+                seen = [finding for finding in self.findings if finding.layer == layer]
+                counts = Counter(finding.verdict for finding in seen)
+                total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+                lines.append(f"{layer} ({_LAYERS.get(layer, 'tests')}): {total}")
+                shown = (f for f in seen if f.verdict != "PASS")
+                lines += [f"  {f.verdict}: {f.name}: {f.message}".removesuffix(": ") for f in shown]
+            calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
+            # Below a second, the time interests nobody, and equal checks give equal texts.
+            lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
+        # Formulas, causes and tracebacks keep their lines.
+        kept = ("  your ", "  right ", "  cause ", "  Trace", "   ")
+        indented = [self.headline, *("  " + line for line in lines)]
+        parts = ([line] if line.startswith(kept) else wrapped(line) or [""] for line in indented)
+        return "\n".join(part for lines in parts for part in lines)
+
+    def __str__(self) -> str:
+        """Return `text`."""
+        return self.text()

@@ -1,9 +1,10 @@
-"""Arguments of a norm by role: recognized by their names or, without a known name, by their order."""
+"""Arguments of a norm by role: by their names or, where names leave it open, by their order."""
 
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,21 +12,31 @@ from stablenorm.check.operation import FaultError
 from stablenorm.text import described
 
 Function = Callable[..., Any]
-# Names by role, compared without underscores and capitals. "settings" is a dict with eps.
-NAMES = {
-    "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
-    "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
-    "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "scaler", "lnweight", "lnw"),
-    "beta": ("beta", "bias", "b", "shift", "offset", "biases", "intercept", "lnbias", "lnb"),
-    "eps": ("eps", "epsilon", "e", "varianceepsilon", "lnepsilon", "lneps"),
-    "parameters": ("params", "parameters", "param"),
-    "gradients": ("grads", "gradients", "grad", "dparams"),
-    "cache": ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached"),
-}
 ARGUMENTS, PARAMETERS = ("x", "gamma", "beta", "eps"), ("gamma", "beta")
+# Names by role, compared without underscores and capitals. "settings" is a dict with eps.
+_NAMES = {
+    "settings": "lnparam lnparams param params config cfg options opts",
+    "x": "x inp input inputs data xin features hidden hiddenstates z src tensor a activations",
+    "gamma": "gamma weight scale g w gain weights scaler lnweight lnw alpha a2 gammas lngamma",
+    "beta": "beta bias b shift offset biases intercept lnbias lnb b2 betas lnbeta",
+    "eps": "eps epsilon e varianceepsilon lnepsilon lneps variance_epsilon",
+    "out": "out y output outp result",
+    "cache": "cache ctx saved context memo state tape cached res residuals savedtensors stash aux intermediates store caches",
+    "dy": "dy dout grad gradoutput gradout upstream dldy dout gy ct cotangent delta dz dnext doutput gradoutputs outgrad error err v ybar g",
+    "train": "training train istraining trainmode mode",
+    "rate": "rate learningrate lr eta stepsize alpha",
+    "shape": "normalizedshape shape",
+    # What no norm of one x has: such code is refused by name.
+    "others": "residual skip shortcut identity mask attentionmask attnmask paddingmask dropout rng key generator where keepprob prob p rate",
+}
+NAMES = {role: names.split() for role, names in _NAMES.items()}
 # Names of gradients, with a prefix or suffix: dx, dweight, grad_bias, dL_dx, weight_grad.
 _GRADIENTS = {
-    role: re.compile(r"(dld|dl|grad|d|g)({0})|({0})grad".format("|".join(NAMES[role])))
+    role: re.compile(
+        r"(?:dld|dl|gradients?|grads?|d|g|delta|nabla)({0})|({0})(?:grad|gradient|g)".format(
+            "|".join(NAMES[role])
+        )
+    )
     for role in ARGUMENTS[:3]
 }
 
@@ -35,9 +46,9 @@ def key_of(name: object) -> str:
     return str(name).replace("_", "").lower()
 
 
-def role_of(name: object) -> str:
-    """Return the role of an argument; empty for a name that is not known."""
-    return next((role for role in ("settings", *ARGUMENTS) if key_of(name) in NAMES[role]), "")
+def role_of(name: object, roles: Sequence[str] = ("settings", *ARGUMENTS)) -> str:
+    """Return the role of an argument, among `roles`; empty for a name that is not known."""
+    return next((role for role in roles if key_of(name) in NAMES[role]), "")
 
 
 def gradient_role(name: object) -> str:
@@ -52,13 +63,25 @@ def parameters(function: Function) -> dict[str, bool]:
     return {name: p.default is p.empty for name, p in by_name.items() if p.kind not in stars}
 
 
-def spelled(function: Function) -> str:
-    """Write how a function is called."""
-    return f"{getattr(function, '__name__', 'a function')}{inspect.signature(function)}"
+def by_name(function: Function, signature: Any = None) -> Function:
+    """Return a function of a dict, which has values for some of the parameters of `function`."""
+    signature = signature or inspect.signature(function)
+
+    def call(values: Any) -> Any:
+        bound = inspect.BoundArguments(signature, values)
+        return function(*bound.args, **bound.kwargs)
+
+    return call
 
 
-def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
-    """Return the gradients that come by name or, as many as there are, in order; else nothing."""
+def gradients_by_role(
+    returned: Any, takes: Sequence[str], order: Sequence[str] = ()
+) -> dict[str, Any]:
+    """
+    Return the gradients that come by name or, as many as there are, in order; else nothing.
+
+    `order` has the roles of all arguments of the forward: torch wants a result for each.
+    """
     named = returned._asdict() if hasattr(returned, "_asdict") else returned
     if isinstance(named, Mapping):
         gradients = {gradient_role(name) or role_of(name): v for name, v in named.items()}
@@ -71,97 +94,261 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
             return gradients_by_role({"dx": dx, **others}, takes)
         if isinstance(others, (tuple, list)) and len(others) == len(takes):
             returned = (dx, *others)
-    if isinstance(returned, np.ndarray) and not takes:
-        returned = (returned,)
+    if isinstance(returned, np.ndarray):
+        return {"x": returned}
     if not isinstance(returned, (tuple, list)):
         return {}
     # Some return all three, with None for a missing parameter.
-    names = {3: ARGUMENTS[:3], 1 + len(takes): ("x", *takes)}
+    names = {len(order): order, 3: ARGUMENTS[:3], 1 + len(takes): ("x", *takes)}
     return dict(zip(names.get(len(returned), ()), returned, strict=False))
 
 
-def in_order(
-    named: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str] = ("x",)
-) -> list[Any]:
-    """Return dx, dgamma and dbeta, or FaultError if a required one is missing."""
-    if missing := ", ".join(f"d{role}" for role in required if named.get(role) is None):
+class _Context:
+    """The ctx of a static forward, as torch has it."""
+
+    saved_tensors: tuple[Any, ...] = ()
+    needs_input_grad = (True,) * 9
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep what the backward needs."""
+        self.saved_tensors = tensors
+
+
+class Pair(NamedTuple):
+    """A forward and its backward, and the role of each of their arguments, by its name."""
+
+    forward: Function
+    backward: Function
+    of_forward: dict[str, str]
+    of_backward: dict[str, str]
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """The arguments of the forward that have gamma or beta as their role without a name for it, by role."""
+        told = self.of_forward.items()
+        return {role: name for name, role in told if role in PARAMETERS and not role_of(name)}
+
+    @classmethod
+    def of(cls, forward: Function, backward: Function) -> "Pair":
+        """Find the roles; ValueError if an argument has none."""
+        of_forward = _of_forward(forward)
+        return cls(
+            by_name(forward), by_name(backward), of_forward, _of_backward(backward, of_forward)
+        )
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Which of gamma and beta the forward takes."""
+        return tuple(role for role in PARAMETERS if role in self.of_forward.values())
+
+    def call(self, values: dict[str, Any]) -> tuple[Any, Any]:
+        """Return y and what the backward may need: values by role or name, and results after y."""
+        x = values["x"]
+        values = values | {
+            "settings": dict.fromkeys(NAMES["eps"], values.get("eps")), "cache": _Context(), "train": True,
+            "out": np.zeros_like(x), "shape": x.shape[-1:],
+        }  # fmt: skip
+        count = [*self.of_forward.values()].count("size")
+        sizes = iter(
+            {x.ndim: x.shape, 1: x.shape[-1:]}.get(count, (x.size // x.shape[-1], x.shape[-1]))
+        )
+        for name, role in self.of_forward.items():
+            buffer = next(sizes) if role == "size" else np.zeros(x.shape[:-1])
+            values[name] = values.get(role, buffer)
+        result = self.forward({name: values[name] for name in self.of_forward})
+        roles, backwards = self.of_forward.values(), self.of_backward
+        wanted = {*backwards, *backwards.values(), *(role[1:] for role in backwards.values())} - {
+            "cache"
+        }
+        kept = {name: value for name, value in values.items() if name in wanted}
+        if "out" in roles:
+            return values["out"], (kept, [])
+        if "cache" in roles:
+            return result, (kept, [values["cache"]])
+        y, *saved = result if isinstance(result, (tuple, list)) else (result,)
+        return y, (kept, saved)
+
+    def pull(self, dy: Any, cache: Any) -> Any:
+        """Return what the backward returns; gradients that it writes into arguments, by their names."""
+        values, saved = cache
+        values, results = values | {"dy": dy}, [*self.of_backward.values()].count("result")
+        if len(saved) == 1 and results > 1 and isinstance(saved[0], (tuple, list)):
+            saved = [*saved[0]]
+        if results and len(saved) not in (0, results):
+            msg = f"the forward must return y and the {results} that the backward takes of it, got y and {len(saved)}"
+            raise FaultError(msg)
+        values["cache"] = saved[0] if len(saved) == 1 else tuple(saved)
+        # Without results, what remains is a learning rate: a power of two, so that it loses no digit.
+        left, own = iter(saved), dict[str, Any]()
+        for name, role in self.of_backward.items():
+            if role in ("dy", "cache") or (role in values and name not in values):
+                own[name] = values[role]
+            elif name in values:
+                own[name] = values[name]
+            elif role[:1] == "d":
+                own[name] = np.zeros_like(values.get(role[1:], dy))
+            else:
+                own[name] = RATE if role == "rate" else next(left, RATE)
+        if "cache" in self.of_backward.values() and not saved:
+            msg = "the forward must return (y, cache), got y alone"
+            raise FaultError(msg)
+        returned = self.backward(own)
+        written = {
+            name: own[name]
+            for name, role in self.of_backward.items()
+            if role[:1] == "d" and role != "dy"
+        }
+        return written if returned is None and written else returned
+
+
+# A learning rate.
+RATE = 2.0**20
+
+
+def _of_forward(forward: Function) -> dict[str, str]:
+    """Return the roles of the arguments that a forward gets, by name."""
+    is_required = parameters(forward)
+    roles, unknown = dict[str, str](), list[str]()
+    is_output = any(needed and role_of(name, ("out",)) for name, needed in is_required.items())
+    for name, needed in is_required.items():
+        role = role_of(
+            name, ("cache", "settings", *ARGUMENTS, "train", "shape", *["out"] * is_output)
+        )
+        is_size = len(name) == 1 and name.isupper() and name not in "XGWB"
+        if role_of(name, ("others",)) and needed:
+            msg = f"the forward takes {name}: wrap it in functions of (x, gamma, beta, eps), as the page on checking shows"
+            raise ValueError(msg)
+        # The first of several names for one role: a `scale` beside gamma has a default of its own.
+        if (
+            role
+            and role not in roles.values()
+            and (needed or role not in ("cache", "settings", "shape"))
+        ):
+            roles[name] = role
+        elif needed:
+            roles[name] = (
+                "size"
+                if is_size or (role == "beta" and name.isupper())
+                else "buffer"
+                if is_output
+                else ""
+            )
+            unknown += [name] * (not roles[name])
+    # Arguments of unknown names get the remaining roles, in order.
+    left = [role for role in ARGUMENTS if role not in roles.values()]
+    if len(unknown) > len(left) or not {"x"} <= {*roles.values(), *left[: len(unknown)]}:
+        msg = f"the forward must take (x, gamma, beta, eps), got {spelled(forward)}"
+        raise ValueError(msg)
+    return roles | dict(zip(unknown, left, strict=False))
+
+
+def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, str]:
+    """Return the roles of the arguments that a backward gets: dy, cache, "dx" to be written, results, ..."""
+    is_required = parameters(backward)
+    needed = [name for name, is_needed in is_required.items() if is_needed]
+    usual = [name for name in needed if role_of(name, ("dy",))]
+    # A cotangent that comes first may be called g, like a gamma.
+    dy = next((n for n in usual if key_of(n) != "g" or n == needed[0]), usual[-1] if usual else "")
+    cache = next(
+        (n for n in needed if n != dy and n not in of_forward and role_of(n, ("cache",))), ""
+    )
+    roles, has_buffers = {dy: "dy", cache: "cache"}, "out" in of_forward.values()
+    roles |= {
+        name: "rate" for name in needed if name not in of_forward and role_of(name, ("rate",))
+    }
+    roles.pop("", None)
+    open_names = list[str]()
+    for name in is_required:
+        role = of_forward.get(name) or role_of(name)
+        if name in roles:
+            continue
+        if has_buffers and (written := gradient_role(name)):
+            roles[name] = f"d{written}"
+        elif (
+            role
+            and (name in needed or role == "eps")
+            and (name in of_forward or role not in roles.values())
+        ):
+            roles[name] = role
+        elif name in needed:
+            open_names.append(name)
+    if not dy and open_names:
+        roles[open_names.pop(0)] = "dy"
+    if len(needed) == 2 and len(open_names) == 1 and len(roles) == 1:
+        roles[open_names.pop()] = "cache"
+    roles |= dict.fromkeys(open_names, "result")
+    roles |= {name: "train" for name in needed if role_of(name, ("train",))}
+    if "dy" not in roles.values():
+        msg = f"the backward must take (dy, cache), or dy, x and more by name, got {spelled(backward)}"
+        raise ValueError(msg)
+    return {name: roles[name] for name in is_required if name in roles}
+
+
+def spelled(function: Function, roles: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Write how a function is called; the roles dy and cache are added to names that do not tell them."""
+    told = []
+    for parameter in inspect.signature(function).parameters.values():
+        name = re.split("[:=]", str(parameter))[0]
+        role = roles.get(name, "")
+        is_told = (
+            role not in ("dy", "cache", *PARAMETERS)
+            or role_of(name, (role,)) == key_of(name)
+            or key_of(name) == role
+        )
+        told.append(name + f": {role}" * (not is_told))
+    return f"{getattr(function, '__name__', 'a function')}({', '.join(told)})"
+
+
+def in_order(named: Mapping[str, Any], takes: Sequence[str], returned: Any) -> list[Any]:
+    """Return dx, dgamma and dbeta, or FaultError without dx."""
+    if named.get("x") is None:
         wanted = ", ".join(f"d{role}" for role in ("x", *takes))
         msg = f"the backward must return {wanted}, got {described(returned)}"
         # A tuple of another length does not tell which gradient is missing.
-        msg += f": no {missing}" * ("x" in named or isinstance(returned, Mapping))
-        raise FaultError(msg)
+        raise FaultError(msg + ": no dx" * isinstance(returned, Mapping))
     return [named.get(role) for role in ARGUMENTS[:3]]
 
 
-def adapt(
-    forward: Function, backward: Function, *, is_strict: bool = False
-) -> tuple[Function, Function, tuple[str, ...]]:
-    """Return forward(x, gamma, beta, eps), backward(dy, cache) and the parameters, or say why not."""
-    is_required = parameters(forward)
-    # The first of several names for one role: a `scale` beside gamma, say, has a default of its own.
-    names = {role: name for name in reversed(is_required) if (role := role_of(name))}
-    # Parameters of unknown name get the remaining roles, in order.
-    left = [role for role in ARGUMENTS if role not in names]
-    unknown = [n for n, needed in is_required.items() if needed and n not in names.values()]
-    names |= dict(zip(left, unknown, strict=False))
-    if len(unknown) > len(left) or "x" not in names:
-        msg = f"the forward must take (x, gamma, beta, eps), got {spelled(forward)}"
-        raise ValueError(msg)
-    order = _names_of_backward(backward)
-    call_forward, call_backward = by_role(forward, names), by_role(backward, order)
-    takes = tuple(role for role in PARAMETERS if role in names)
-    is_usual, results = "cache" in order, [role for role in order if role.isdigit()]
+def adapt(forward: Function, backward: Function) -> tuple[Function, Function, Pair]:
+    """Return forward(x, gamma, beta, eps), backward(dy, cache) and the roles, or ValueError says why not."""
+    pair = Pair.of(forward, backward)
+    # Without known names, the first call decides which argument is dy.
+    is_open = [
+        {*pair.of_backward.values()} == {"dy", "cache"} and not any(map(_is_told, pair.of_backward))
+    ]
 
-    def call(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
-        settings = dict.fromkeys(NAMES["eps"], eps)
-        values = {"x": x, "gamma": gamma, "beta": beta, "eps": eps, "settings": settings}
-        result = call_forward(**values)
-        y, *saved = result if isinstance(result, (tuple, list)) else (result,)
-        if is_usual and saved:
-            return y, saved[0] if len(saved) == 1 else tuple(saved)
-        if len(results) > 1 and len(saved) == 1 and isinstance(saved[0], (tuple, list)):
-            saved = [*saved[0]]
-        # With another number of results, one might be the wrong one. A backward that takes none computes its own.
-        if is_usual or (results and len(saved) != len(results)):
-            wanted = f"y and the {len(results)} that the backward takes of it"
-            wanted = "(y, cache)" if is_usual else wanted
-            msg = f"the forward must return {wanted}, got {described(result)}"
-            raise FaultError(msg)
-        return y, values | dict(zip(results, saved, strict=False))
+    def call(*values: Any) -> tuple[Any, Any]:
+        return pair.call(dict(zip(ARGUMENTS, values, strict=True)))
 
     def pull(dy: Any, cache: Any) -> list[Any]:
-        returned = call_backward(dy=dy, **({"cache": cache} if is_usual else cache))
-        # If not strict, None marks a gradient that is not to be checked.
-        required = ("x", *takes) if is_strict else ("x",)
-        return in_order(gradients_by_role(returned, takes), takes, returned, required)
+        try:
+            returned = pair.pull(dy, cache)
+        except Exception:
+            if not is_open[0]:
+                raise
+            one, other = pair.of_backward
+            pair.of_backward.update({one: "cache", other: "dy"})
+            try:
+                returned = pair.pull(dy, cache)
+            except Exception:  # noqa: BLE001 - then the usual order raises, as it did
+                pair.of_backward.update({one: "dy", other: "cache"})
+                returned = pair.pull(dy, cache)
+        is_open[0] = False
+        order = [role for role in pair.of_forward.values() if role != "cache"]
+        takes = [role for role in order if role in PARAMETERS]
+        gradients = gradients_by_role(returned, takes, order)
+        if takes == ["beta", "gamma"] and isinstance(returned, tuple):
+            # In the order of the arguments or, as usual, gamma first: the gradient of beta is the sum of dy.
+            own, total = (
+                np.asarray(gradients.get("gamma")),
+                dy.reshape(-1, dy.shape[-1]).sum(axis=0),
+            )
+            if own.shape == total.shape and np.allclose(own, total):
+                gradients |= {"gamma": gradients["beta"], "beta": own}
+        return in_order(gradients, takes, returned)
 
-    return call, pull, takes
+    return call, pull, pair
 
 
-def _names_of_backward(backward: Function) -> dict[str, str]:
-    """Return names by role: dy and cache; or dy, arguments of the forward, and "1", "2", ... for its results after y."""
-    is_required = parameters(backward)
-    required = [name for name, needed in is_required.items() if needed]
-    # A cotangent that comes first may be called g, like a gamma.
-    first = [name for name in required[:1] if key_of(name) == "g"]
-    known = {r: n for n in reversed(is_required) if n not in first and (r := role_of(n))}
-    if len(required) == 2 and "x" not in known:
-        order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
-        return dict(zip(order, required, strict=True))
-    others = [name for name in required if name not in known.values()]
-    if not others or "x" not in known:
-        msg = f"the backward must take (dy, cache), or dy, x and more by name, got {spelled(backward)}"
-        raise ValueError(msg)
-    dy, *results = others
-    return {"dy": dy, **known} | {str(k): name for k, name in enumerate(results, 1)}
-
-
-def by_role(function: Function, names: dict[str, str]) -> Function:
-    """Return `function` as one that takes its arguments by role; `names` has the parameter of each role."""
-    signature = inspect.signature(function)
-
-    def call(**values: Any) -> Any:
-        bound = inspect.BoundArguments(signature, {n: values[r] for r, n in names.items()})
-        return function(*bound.args, **bound.kwargs)
-
-    return call
+def _is_told(name: str) -> bool:
+    return bool(role_of(name, ("dy", "cache")))

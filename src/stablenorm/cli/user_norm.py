@@ -1,60 +1,36 @@
-"""A user's file, run once, apart from the terminal; its norm, functions or a class, in the usual form."""
+"""A user's file, run once; its norm, functions or a class, in the usual form."""
 
 import contextlib
 import inspect
-import io
-import os
+import itertools
+import math
 import runpy
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.check import roles
-from stablenorm.check.operation import FaultError
-from stablenorm.check.roles import ARGUMENTS, NAMES, PARAMETERS, gradient_role, key_of, role_of
-from stablenorm.cli.parts import InputError, check_file
+from stablenorm.check.operation import FaultError, Missing, arrays_in
+from stablenorm.check.roles import PARAMETERS, Pair, gradient_role, key_of, role_of
+from stablenorm.cli.parts import InputError
 from stablenorm.types import Array
 
-# Characters of an error message of the user's code: with its place, it then fits two lines.
-_LONGEST = 120
 # A class is a layer if it has a method of both lines.
-_METHODS = ("forward", "forward_pass", "__call__"), ("backward", "backward_pass")
+_METHODS = (
+    ("forward", "forward_pass", "fwd", "call", "apply", "__call__"),
+    ("backward", "backward_pass", "bwd", "backprop", "grad", "vjp"),
+)
 # The file's __name__: not "__main__", and no other module's name.
 _MODULE = "_checked_by_stablenorm"
-_STREAMS = "stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"
-
-
-class _Nothing(io.TextIOWrapper):
-    """A stream without input and output."""
-
-    def close(self) -> None:
-        """Stay open: code of the file may print after it has closed its streams."""
-
-
-@contextlib.contextmanager
-def running(path: Path) -> Iterator["UserFile"]:
-    """
-    Run a file and yield it, while its code has no input and no output.
-
-    The end restores all streams, warning filters and settings of np.errstate that the code changed.
-    """
-    check_file(path, "a Python file, named *.py", ".py")
-    print(f"stablenorm: running the code of {path}", file=sys.stderr)
-    streams = {name: getattr(sys, name) for name in _STREAMS}
-    with np.errstate(), warnings.catch_warnings(), Path(os.devnull).open("r+b") as file:
-        try:
-            # No input: input() would wait for somebody who does not see its question.
-            vars(sys).update({name: _Nothing(file, encoding="utf-8") for name in _STREAMS})
-            yield UserFile(path)
-        finally:
-            vars(sys).update(streams)
+# Names that say nothing about what they hold.
+_CONTAINERS = "params", "parameters", "value", "data", "weights"
+_NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
 
 
 class UserFile:
@@ -62,71 +38,91 @@ class UserFile:
 
     def __init__(self, path: Path):
         self._path, self._name = path.resolve(), path.name
-        # The folder stays on the path: functions may import when they are called.
-        sys.path.insert(0, str(self._path.parent))
-        # runpy, since an import would write __pycache__ beside the user's file.
-        self._names = self.told()(runpy.run_path)(str(self._path), run_name=_MODULE)
+        self.names = self._run()
         # Undo np.seterr(all="raise") and warnings as errors: the file means its own code only.
         np.seterr(all="ignore")
         warnings.simplefilter("ignore")
         self.layers = {
             name: value
-            for name, value in self._names.items()
-            if inspect.isclass(value) and all(set(names) & set(dir(value)) for names in _METHODS)
+            for name, value in self.names.items()
+            if inspect.isclass(value)
+            and all(any(callable(getattr(value, n, None)) for n in names) for names in _METHODS)
         }
         own = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
         # Base classes are left out: mostly they are abstract layers.
         bases = {base for name in own for base in self.layers[name].__mro__[1:]}
         self.classes = [name for name in own if self.layers[name] not in bases]
 
+    def _run(self) -> dict[str, Any]:
+        """Run the file alone or, for relative imports, as a module of its folder, of that one's folder, ..."""
+        # The folder stays on the path: functions may import when they are called. No __pycache__ is left there.
+        sys.path.insert(0, str(self._path.parent))
+        sys.dont_write_bytecode = True
+        folders = self._path.parents
+        for depth in range(min(len(folders), 5)):
+            try:
+                if not depth:
+                    return runpy.run_path(str(self._path), run_name=_MODULE)
+                sys.path.insert(0, str(folders[depth]))
+                module = ".".join(self._path.with_suffix("").parts[-depth - 1 :])
+                return runpy.run_module(module, run_name=_MODULE)
+            except (KeyboardInterrupt, MemoryError):
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
+                parents = {folder.name for folder in folders}
+                is_relative = isinstance(error, ImportError) and (
+                    "relative import" in str(error) or error.name in parents
+                )
+                if is_relative and depth < 4:
+                    continue
+                fault = FaultError.of(error)
+                if isinstance(error, SystemExit):
+                    fault.args = (f"{fault}; put the script part under if __name__ == '__main__':",)
+                raise fault from None
+        raise AssertionError
+
     def find(self, name: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
         """Return the name and the function: the named one, or a forward or backward of a usual name."""
-        callables = [name for name, value in self._names.items() if callable(value)]
-        functions = [n for n in callables if n[0] != "_" and not inspect.isclass(self._names[n])]
+        callables = [name for name, value in self.names.items() if callable(value)]
+        functions = [n for n in callables if n[0] != "_" and not inspect.isclass(self.names[n])]
         spelled = {key_of(name): name for name in functions}
         usual = (spelled[key] for key in _usual_names(way, kind) if key in spelled)
         name = name or next(usual, "")
         if name in callables:
-            return name, self._names[name]
+            return name, self.names[name]
         there = ", ".join(functions) or "no functions"
         if self.classes:
             there += f", and the classes {', '.join(self.classes)}: choose one with --class"
+        others = [
+            n for n, v in self.names.items() if inspect.isclass(v) and v.__module__ == _MODULE
+        ]
+        if not self.classes and others:
+            there += f", and the class {others[-1]} without forward(x) and backward(dy)"
         wanted = name or f"{kind or 'layer'}_norm_{way}"
         msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {there}"
         raise InputError(msg)
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Turn any error of the code into a FaultError that names the line; works as a decorator, too."""
-        try:
-            yield
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        # SystemExit too: exit() in a function ends the function, not the check.
-        except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
-            place, text = self._name, " ".join(str(error).split())[:_LONGEST].strip()
-            if isinstance(error, SyntaxError):
-                place, text = f"{Path(error.filename or place).name}:{error.lineno}", error.msg
-            # Name the innermost line of the file itself: code that it calls is seldom to blame.
-            for frame in traceback.extract_tb(error.__traceback__):
-                if frame.filename == str(self._path):
-                    place = f"{self._name}:{frame.lineno}"
-            if isinstance(error, SystemExit):
-                place += "; put the script part under if __name__ == '__main__':"
-            msg = " ".join(filter(None, (f"{type(error).__name__}:", text, f"at {place}")))
-            raise FaultError(msg, raised=True) from None
 
 
 def _usual_names(way: str, kind: str | None) -> list[str]:
     """Return the usual names of a forward or backward of a norm; names that tell the kind come first."""
     kinds = {"layer": ("layernorm", "ln"), "rms": ("rmsnorm", "rms")}
     norms = [name for own, names in kinds.items() for name in names if kind in (own, None)]
-    usual = way, f"{way[0]}wd"
+    usual = (
+        way,
+        f"{way[0]}wd",
+        "grad" * (way == "backward"),
+        "vjp" * (way == "backward"),
+        "backprop" * (way == "backward"),
+    )
     # A plain `layer_norm` is a forward, mostly; a plain `rms` is seldom one.
-    last = [name for name in norms if "norm" in name]
-    if way == "backward":
-        last = [name + end for name in norms for end in ("grad", "vjp")]
-    return [*(name + end for end in usual for name in norms), *usual, *last]
+    last = [name for name in norms if "norm" in name] if way == "forward" else []
+    both = [name + end for end in usual if end for name in norms]
+    return [
+        *both,
+        *(end + name for end in usual if end for name in norms),
+        *filter(None, usual[:2]),
+        *last,
+    ]
 
 
 class Norm(NamedTuple):
@@ -136,8 +132,15 @@ class Norm(NamedTuple):
     backward: Callable[[Array, Any], list[Any]]
     # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
-    signature: str
+    signature: Callable[[], str]
     name: str
+    # What to say if it raises: its constructor got a guess.
+    cure: str = ""
+    # What else y depends on.
+    others: Sequence[str] = ()
+    # Arguments whose role their name does not tell, by role; and the roles of all, by name.
+    unknown: Mapping[str, str] = MappingProxyType({})
+    roles: Any = None
 
 
 def adapt_functions(
@@ -145,76 +148,110 @@ def adapt_functions(
 ) -> Norm:
     """Find both functions in the file and give them the usual form; ValueError if they cannot have it."""
     name, forward = file.find(forward_name, "forward", kind)
-    _, backward = file.find(backward_name, "backward", kind)
-    usual = roles.adapt(file.told()(forward), file.told()(backward), is_strict=True)
-    return Norm(*usual, f"{roles.spelled(forward)}, {roles.spelled(backward)}", name)
+    try:
+        _, backward = file.find(backward_name, "backward", kind)
+    except InputError:
+        if backward_name or file.classes:
+            raise
+        # The forward may return y and a function that pulls dy back.
+        backward = _pullback
+    return _of_pair(forward, backward, name)
 
 
-def adapt_class(file: UserFile, name: str, n: int) -> Norm:
-    """Give a class of the file, tried on rows of n, the form that the check takes."""
+def _pullback(dy: Any, cache: Any) -> Any:
+    if not callable(cache):
+        msg = "the file must have layer_norm_backward, or its forward return y and a function of dy"
+        raise FaultError(msg)
+    return cache(dy)
+
+
+def _of_pair(forward: Any, backward: Any, name: str) -> Norm:
+    call, pull, pair = roles.adapt(forward, backward)
+
+    def signature() -> str:
+        pulled = f", {roles.spelled(backward, pair.of_backward)}" * (backward is not _pullback)
+        return roles.spelled(forward, pair.unknown and pair.of_forward) + pulled
+
+    return Norm(
+        call, pull, pair.takes, signature, name, unknown=pair.unknown, roles=pair.of_forward
+    )
+
+
+def adapt_class(
+    file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[int, ...], init: str | None
+) -> Norm:
+    """Give a class of the file, tried on an x of this shape, the form that the check takes."""
     if name not in file.layers:
         classes = ", ".join(file.classes) or "none"
         msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {classes}"
         raise InputError(msg)
     class_ = file.layers[name]
-    trial, slots = _make(file, class_, n)
-    methods = [next(m for m in names if hasattr(trial, m)) for names in _METHODS]
-    asked = [roles.parameters(getattr(trial, method)) for method in methods]
-    # Methods with a required flag of training get True.
-    flags = [{n: True for n, needed in a.items() if needed and "train" in n} for a in asked]
+    methods = [next(m for m in names if m in dir(class_)) for names in _METHODS]
+    if isinstance(inspect.getattr_static(class_, methods[0]), (staticmethod, classmethod)):
+        forward, backward = (getattr(class_, method) for method in methods)
+        return _of_pair(forward, backward, name)
+    make, cure = _maker(file, class_, init)
+    first = list[Any]()
 
-    def bind(instance: Any) -> list[Callable[..., Any]]:
-        both = zip(methods, flags, strict=True)
-        return [file.told()(partial(getattr(instance, method), **told)) for method, told in both]
+    def prepared(x: Array, values: dict[Any, Array]) -> tuple[Any, Pair]:
+        """Return a new instance with these values in its parameters, and its methods."""
+        lengths = tuple(x.shape[axis] for axis in axes)
+        instance = make(lengths)
+        bound = [getattr(instance, method) for method in methods]
+        if not first:
+            # Of all instances alike: to find them takes longer than most forwards.
+            first.append((Pair.of(*bound), [inspect.signature(method) for method in bound]))
+        pair, signatures = first[0]
+        calls = map(roles.by_name, bound, signatures)
+        pair = pair._replace(forward=next(calls), backward=next(calls))
+        there = dict(arrays_in(instance))
+        if not values.keys() <= there.keys():
+            # The first forward makes the parameters.
+            pair.call({"x": x.copy(), "eps": 1e-5})
+            there = dict(arrays_in(instance))
+        for path, value in values.items():
+            place = there.get(path, np.zeros(0))
+            if place.size != value.size:
+                msg = f"{_spelled(path)} must have {value.size} elements, got {place.size}"
+                raise FaultError(msg)
+            np.copyto(place, value.reshape(place.shape), casting="unsafe")
+        return instance, pair
 
-    for shape in ((2, 3, n), (6, n)):
-        if not _places(slots, "gamma"):
-            # The first forward may make the parameters.
-            with contextlib.suppress(FaultError):
-                bind(trial)[0](np.ones(shape))
-            slots = _slots(trial)
-    stored = [role for role in PARAMETERS if _places(slots, role)]
-    # The forward may take gamma and beta with x.
-    named = {
-        role: name
-        for name, needed in asked[0].items()
-        if (role := role_of(name)) in ARGUMENTS[1:] and (needed or not _places(slots, role))
-    }
-    takes = tuple(role for role in PARAMETERS if role in named or role in stored)
-    wanted = [name for name, needed in asked[1].items() if needed and name not in flags[1]]
+    places, others = _parameters(prepared, shape, axes)
+    _, pair = prepared(np.zeros(shape), {})
+    takes = tuple(role for role in PARAMETERS if role in {*places.values(), *pair.takes})
+
+    stored = list[dict[str, Any]]()
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
         """Return y and its backward."""
-        instance, slots = _make(file, class_, x.shape[-1])
-        forward, backward = bind(instance)
-        if not all(_places(slots, role) for role in stored):
-            forward(np.array(x))
-            slots = _slots(instance)
-        options, shapes = dict[str, Any](), dict[str, tuple[int, ...]]()
-        for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
-            if role in named:
-                options[named[role]] = value
-            elif value is not None and (places := _places(slots, role)):
-                # The class keeps its own shape of a parameter; all its places get one array.
-                shapes[role] = np.shape(places[0].value)
-                parameter = np.array(value).reshape(shapes[role]) if shapes[role] else value
-                for place in places:
-                    place.put(parameter)
-        result = forward(x, **options)
-        y, *cache = result if isinstance(result, tuple) else (result,)
+        values = {"gamma": gamma, "beta": beta}
+        own = {path: values[role] for path, role in places.items() if values.get(role) is not None}
+        instance, pair = prepared(x, own)
+        y, saved = pair.call({"x": x, "eps": eps, **values})
 
         def pull(dy: Array) -> list[Any]:
-            returned = backward(**_arguments(wanted, x, cache, dy))
-            slots = _slots(instance, takes)
-            gradients = {gradient_role(s.name): s.value for s in slots if s.value is not None}
+            before = {path: (a, a.copy()) for path, a in arrays_in(instance)}
+            returned = pair.pull(dy, saved)
             # A single array, or a list of one, is dx, and the others are stored.
-            is_one = isinstance(returned, list) and len(returned) == 1
-            is_one |= isinstance(returned, np.ndarray)
-            gradients |= roles.gradients_by_role(returned, () if is_one else takes)
-            for role in gradients.keys() & shapes.keys():
-                # A gradient may have the shape that the class gave its parameter.
-                if np.shape(gradients[role]) == shapes[role]:
-                    gradients[role] = np.reshape(gradients[role], -1)
+            single = returned[0] if isinstance(returned, list) and len(returned) == 1 else returned
+            gradients = roles.gradients_by_role(single, takes)
+            # The first backward shows where they are: later ones may be 0, as if not stored.
+            if not stored:
+                stored.append(_stored_gradients(instance, before, places, dy, axes))
+            there = dict(arrays_in(instance))
+            found = {role: there[path] for role, path in stored[0].items() if path in there}
+            for path, role in places.items():
+                # A learning rate was applied.
+                if role not in stored[0] and not np.array_equal(*before[path]):
+                    found[role] = (before[path][1] - before[path][0]) / roles.RATE
+            gradients = found | {role: g for role, g in gradients.items() if g is not None}
+            for role in places.values():
+                gradients.setdefault(role, _NOWHERE)
+                own, given = gradients[role], np.shape(values[role])
+                shapes = [np.shape(before[p][0]) for p, r in places.items() if r == role]
+                if np.shape(own) in shapes and np.size(own) == np.size(values[role]):
+                    gradients[role] = np.reshape(own, given)
             return roles.in_order(gradients, takes, returned)
 
         return y, pull
@@ -223,95 +260,165 @@ def adapt_class(file: UserFile, name: str, n: int) -> Norm:
     # twice, no gradient adds to another, and no instance is copied, which might fail.
     forward = lambda *inputs: (run(*inputs)[0], deepcopy(inputs))
     backward = lambda dy, cache: run(*deepcopy(cache))[1](dy)
-    arguments = ", ".join(("x", *named.values()))
-    return Norm(forward, backward, takes, f"{name}({n}).forward({arguments}), .backward(dy)", name)
+    told = "; ".join(f"{role} is {_spelled(path)}" for path, role in places.items())
+    made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
+    signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
+    return Norm(forward, backward, takes, lambda: signature, name, cure, others)
 
 
-def _make(file: UserFile, class_: Any, n: int) -> tuple[Any, list["_Slot"]]:
-    """Return an instance for rows of n, and its slots; FaultError lists the ways that were tried."""
-    # A class may want its parameters by name. With a default they are left: bias=True is a switch.
-    wanted = {"eps": 1e-5, "axis": -1, "gamma": np.ones(n), "beta": np.zeros(n)}
-    options = {
-        name: wanted[role]
-        for name, needed in roles.parameters(class_).items()
-        if (role := role_of(name) or name) in wanted and (needed or role in ("eps", "axis"))
+def _spelled(path: tuple[str, ...]) -> str:
+    return ".".join(path)
+
+
+def _parameters(
+    prepared: Callable[..., Any], shape: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[dict[tuple[str, ...], str], list[str]]:
+    """Find the arrays that scale y, gamma, or shift it, beta: paths to them, their roles; and what else changes y."""
+    # Several rows, of another number than columns, tell gamma from beta, and parameters from values of rows.
+    n, own_axes = math.prod(shape[axis] for axis in axes), {axis % len(shape) for axis in axes}
+    longer = [m if k in own_axes else max(m, 2 + k + (n == 2 + k)) for k, m in enumerate(shape)]
+    x = np.random.default_rng(0).standard_normal(longer)
+    instance, pair = prepared(x, {})
+    arrays = dict(arrays_in(instance))
+    if not any(a.size == n for a in arrays.values()):
+        # The first forward may make them.
+        with contextlib.suppress(Exception):
+            pair.call({"x": x.copy(), "eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)})
+        arrays = dict(arrays_in(instance))
+    # One path to each array; x itself is none.
+    paths = {
+        id(a): path for path, a in reversed(arrays.items()) if a.size > 1 and a.dtype.kind == "f"
     }
-    failures = []
-    for arguments in ((n,), ((n,),), ()):
-        try:
-            instance = file.told()(class_)(*arguments, **options)
-            slots = _slots(instance)
-            places = _places(slots, "gamma")
-            if not places or places[0].value.size == n:
-                return instance, slots
-            why = f"{places[0].name} does not have {n} elements"
-        except FaultError as error:
-            why = str(error)
-        failures.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
-    msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(failures)}"
-    raise FaultError(msg)
+    rng, own = np.random.default_rng(1), {}
+    given = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
+    values = {path: rng.uniform(0.5, 1.5, arrays[path].size) for path in paths.values()}
+
+    def y_of(x: Array, path: Any, by: float) -> Array:
+        moved = values | {path: values[path] + by}
+        _, pair = prepared(x, moved)
+        return np.array(pair.call({"x": x.copy(), **given})[0])
+
+    for path in paths.values():
+        with contextlib.suppress(Exception):
+            zero, one, two = (y_of(x, path, by) for by in (0, 1, 2))
+            other = y_of(2 * x + x**2, path, 1) - y_of(2 * x + x**2, path, 0)
+            step, size = one - zero, 1e-4 * np.max(np.abs(one))
+            if np.max(np.abs(step)) > size:
+                is_parameter = np.max(np.abs(two - one - step)) <= size and arrays[path].size == n
+                is_shift = np.max(np.abs(step - other)) <= size
+                own[path] = "" if not is_parameter else "beta" if is_shift else "gamma"
+    # Of two arrays with one role, the one with a name for it.
+    order = sorted(own, key=lambda path: not any(role_of(part) == own[path] for part in path))
+    chosen = {own[p]: p for p in reversed(order)}
+    left = [_spelled(path) for path in own if not own[path] or path not in chosen.values()]
+    return {path: role for role, path in chosen.items() if role}, left
 
 
-def _arguments(names: list[str], x: Array, cache: Sequence[Any], dy: Array) -> dict[str, Any]:
-    """Return the arguments of a backward: dy and, if it takes them, x, the cache, a learning rate of 0."""
-    others = [name for name in names if role_of(name) != "x"] or names
-    if key_of(others[0]) in NAMES["cache"]:
-        others[:2] = others[1::-1]
-    values: dict[str, Any] = dict.fromkeys(names, x) | dict.fromkeys(others, 0.0)
-    if cache and len(others) > 1:
-        values[others[1]] = cache[0] if len(cache) == 1 else cache
-    return values | {others[0]: dy}
+def _stored_gradients(
+    instance: Any, before: dict[Any, Any], places: dict[Any, str], dy: Array, axes: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return by role the paths to the gradients that a backward left in an object."""
+    owned = {id(before[path][0]) for path in places}
+    new = {
+        path: a
+        for path, a in arrays_in(instance)
+        if id(a) not in owned and a.dtype.kind == "f"
+        and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
+    }  # fmt: skip
+    found = dict[str, Any]()
+    parents = [path[:-1] for path in places]
+    for path, role in places.items():
+        size = before[path][0].size
+        # Words of its own name; those of one letter are in every other word.
+        names = [k for part in path if len(k := key_of(part)) > 1 and k not in _CONTAINERS]
+
+        def score(
+            other: tuple[str, ...], path: Any = path, role: Any = role, names: Any = names
+        ) -> int:
+            last, whole = key_of(other[-1]), key_of("".join(other))
+            is_listed = last == key_of(path[-1]) and len(other) > 1
+            is_beside = len(path) > 1 and other[:-1] == path[:-1] and parents.count(path[:-1]) == 1
+            is_named = gradient_role(last) == role or role_of(last, PARAMETERS) == role
+            return 2 * (is_listed or is_beside or is_named) + any(name in whole for name in names)
+
+        # Of the right size, if one has it.
+        own = sorted(
+            new, key=lambda other: (score(other) > 0, new[other].size == size, score(other))
+        )
+        if own and score(own[-1]):
+            found[role] = own[-1]
+            del new[own[-1]]
+    left = [role for role in PARAMETERS if role in places.values() and role not in found]
+    sizes = {before[path][0].size for path in places}
+    rest = [path for path, a in new.items() if a.size in sizes]
+    if left and len(rest) == len(left):
+        # A list without names, in either order: the gradient of beta is the sum of dy.
+        summed = dy.sum(axis=tuple({*range(dy.ndim)} - {a % dy.ndim for a in axes}))
+        is_beta = [np.allclose(np.ravel(new[path]), np.ravel(summed)) for path in rest]
+        found |= zip(left, rest[::-1] if is_beta == [True, False] else rest, strict=True)
+    return found
 
 
-class _Slot(NamedTuple):
-    """A value of an instance, and its name; `put` stores another value there."""
+def _maker(
+    file: UserFile, class_: Any, init: str | None
+) -> tuple[Callable[[tuple[int, ...]], Any], str]:
+    """Return the function that makes an instance for these lengths, and words if it had to guess."""
+    if init:
+        names = file.names | {"np": np}
+        return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""
+    asked = roles.parameters(class_)
+    required = [name for name, needed in asked.items() if needed]
+    generator = np.random.default_rng(0)
+    known: dict[str, Any] = {
+        "eps": 1e-5,
+        "axis": -1,
+        "train": True,
+        "others": generator,
+        "beta": 0,
+        "gamma": 1,
+    }
 
-    name: str
-    value: Any
-    put: Callable[[Any], object]
+    def role(name: str) -> str:
+        return role_of(name, ("eps", "gamma", "beta", "train", "others")) or name
 
+    # The first that is not known is the length of a row; for others, guesses are tried.
+    unknown = [name for name in required if role(name) not in known]
+    cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
+    cure = f'say how it is made: --init "{class_.__name__}({cure})"'
+    if others := ", ".join(unknown[1:]):
+        cure = f"{class_.__name__} also requires {others}; {cure}"
+    works = list[int]()
 
-def _slots(instance: Any, takes: Sequence[str] = PARAMETERS) -> list[_Slot]:
-    """Return the values in `grads`, attributes and `params`; the last of two gradients of one name counts."""
-    # Names in __slots__ may have no value yet.
-    pairs = ((name, getattr(instance, name, None)) for name in dir(instance) if name[:2] != "__")
-    attributes = {name: value for name, value in pairs if not callable(value)}
-    members = [*_members(attributes, "parameters", PARAMETERS)]
-    order = [role_of(slot.name) for slot in members]
-    listed = _members(attributes, "gradients", order if set(order) == set(takes) else takes)
-    named = [_Slot(n, v, partial(setattr, instance, n)) for n, v in attributes.items()] + members
-    # A parameter and its gradient may be one object: its data and grad.
-    objects = [s for s in named if isinstance(getattr(s.value, "data", 0), np.ndarray)]
-    objects = [s for s in objects if hasattr(s.value, "grad")]
-    return [
-        *(s if gradient_role(s.name) else s._replace(name=f"d{s.name}") for s in listed),
-        *(_Slot(f"d{name}", value.grad, put) for name, value, put in objects),
-        *named,
-        *(_Slot(name, value.data, partial(setattr, value, "data")) for name, value, _ in objects),
-    ]
+    def make(lengths: tuple[int, ...]) -> Any:
+        n, failures = math.prod(lengths), list[str]()
+        values = known | {"gamma": np.ones(n), "beta": np.zeros(n)}
+        # With a default they are left: bias=True is a switch.
+        options = {
+            a: values[role(a)]
+            for a, needed in asked.items()
+            if role(a) in values and (needed or role(a) in ("eps", "axis"))
+        }
+        firsts = [lengths, n] if len(lengths) > 1 else [n, lengths]
+        rests = itertools.product((1e-5, generator, n), repeat=max(len(unknown) - 1, 0))
+        # Nothing is required, or *args.
+        ways: list[tuple[dict[str, Any], Any]] = [({}, (n,)), ({}, (lengths,)), ({}, ())]
+        if unknown:
+            guesses = itertools.product(firsts, rests)
+            ways[:0] = [(dict(zip(unknown, (f, *rest), strict=True)), ()) for f, rest in guesses]
+        for k, (named, listed) in enumerate(ways):
+            if works and k != works[0]:
+                continue
+            try:
+                instance = class_(*listed, **named, **options)
+            except Exception as error:  # noqa: BLE001 - whatever a constructor raises
+                failures.append(str(FaultError.of(error)))
+                continue
+            gammas = [a.size for path, a in arrays_in(instance) if role_of(path[-1]) == "gamma"]
+            if not gammas or n in gammas:
+                works[:] = [k]
+                return instance
+            failures.append(f"its gamma does not have {n} elements")
+        msg = f"{class_.__name__} cannot be made from the length of a row: {failures[0]}; {cure}"
+        raise FaultError(msg)
 
-
-def _members(attributes: dict[str, Any], kind: str, order: Sequence[str]) -> Iterator[_Slot]:
-    """Yield the members of all dicts, lists and tuples whose name is of this kind; `order` has the roles in a list."""
-    for group in (value for name, value in attributes.items() if key_of(name) in NAMES[kind]):
-        if isinstance(group, dict):
-            yield from (_Slot(str(k), v, partial(group.__setitem__, k)) for k, v in group.items())
-        elif isinstance(group, (list, tuple)):
-            for i, (role, member) in enumerate(zip(order, group, strict=False)):
-                # A gradient may come in a pair, after its parameter.
-                is_pair = isinstance(member, tuple) and len(member) == 2
-                owner, value = member if is_pair else (member, member)
-                # A parameter that is an attribute as well has its name.
-                same = (n for n, other in attributes.items() if other is owner and role_of(n))
-                put: Any = partial(np.copyto, value)
-                if isinstance(group, list):
-                    put = partial(group.__setitem__, i)
-                yield _Slot(next(same, role), value, put)
-
-
-def _places(slots: list[_Slot], role: str) -> list[_Slot]:
-    """Return the slots that hold gamma, beta or eps; empty if none does."""
-    kind: Any = (int, float) if role == "eps" else np.ndarray
-    places = [s for s in slots if role_of(s.name) == role and isinstance(s.value, kind)]
-    places.sort(key=lambda slot: NAMES[role].index(key_of(slot.name)))
-    return [slot for slot in places if slot.value is places[0].value]
+    return make, cure * (len(unknown) > 1)

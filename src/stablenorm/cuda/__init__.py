@@ -13,15 +13,12 @@ import numpy as np
 from stablenorm.call import Backward, Forward
 from stablenorm.cuda import driver
 from stablenorm.cuda.arrays import (
-    IN_PLACE,
     contiguous,
     convert,
-    empty,
     empty_like,
     overlap,
+    rows,
     same_elements,
-    see_rows,
-    share,
     target,
 )
 from stablenorm.cuda.driver import check_usable
@@ -29,8 +26,7 @@ from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack
 from stablenorm.types import Statistics
 
 __all__ = [
-    "IN_PLACE", "check_usable", "contiguous", "convert", "empty", "empty_like", "overlap",
-    "same_elements", "see_rows", "share", "target",
+    "check_usable", "contiguous", "convert", "empty_like", "overlap", "rows", "same_elements", "target",
 ]  # fmt: skip
 
 # The driver refuses a launch whose blocks wait for one another if they would not all fit, whatever it
@@ -85,7 +81,7 @@ def _launch(
     """Launch a forward or, if there is a dy, a backward; `results` are y or dx, dgamma and dbeta."""
     cupy = driver.import_cupy()
     out, dgamma, dbeta = results
-    rows, n = x.shape
+    count, n = x.shape
     places = [0 if v is None else v.data.ptr for v in (x, dy, gamma, beta, *results)]
     strides = x_stride, dy_stride, out_stride = [
         0 if array is None else array.strides[0] // array.itemsize for array in (x, dy, out)
@@ -96,14 +92,14 @@ def _launch(
     typed = x, dy, gamma, beta if dy is None else dbeta
     dtypes = [None if array is None else array.dtype for array in typed]
     device, aligned = x.device.id, begins % 16 == 0
-    kernel, function, grid, chunks, nbytes = find_plan(device, rows, n, aligned, *dtypes)
+    kernel, function, grid, chunks, nbytes = find_plan(device, count, n, aligned, *dtypes)
     # Blocks that share a row, or add up what others have, wait for one another.
     has_sums = dgamma is not None or dbeta is not None
     meet = has_sums or kernel.parts > 1
     room = driver.room(cupy, device, nbytes[0] * has_sums, nbytes[1]) if meet else (None, None)
     others = (*statistics[:5], statistics.exponent, *room)
     places += [0 if array is None else array.data.ptr for array in others]
-    parameters = pack(*places, rows, n, *strides, *chunks, eps)
+    parameters = pack(*places, count, n, *strides, *chunks, eps)
     while True:
         try:
             driver.launch(function, kernel, grid, parameters, meet)

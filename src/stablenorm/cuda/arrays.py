@@ -12,20 +12,27 @@ from stablenorm.cuda.driver import held, import_cupy
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
-# A kernel may write over its input.
-IN_PLACE = True
 
+def rows(array: Any, layout: Any, read: bool = True, _: Any = None) -> tuple[Any, bool]:
+    """
+    Return an array as rows a whole number of elements apart, and whether they are a view of it.
 
-def see_rows(array: Any, order: tuple[int, ...], shape: tuple[int, int]) -> Any:
-    """See an array, its axes in an order, as rows a whole number of elements apart; None if that takes a copy."""
-    rows = array.transpose(order).view()
+    Else they are a copy or, unless `read`, new rows for results. A kernel may write over its input.
+    """
+    moved = array.transpose(layout.order)
+    view = moved.view()
     with contextlib.suppress(AttributeError):
         # Unlike reshape, this never copies.
-        rows.shape = shape
-        between, within = rows.strides
-        if (shape[1] == 1 or within == rows.itemsize) and between % rows.itemsize == 0:
-            return rows
-    return None
+        view.shape = layout.shape
+        between, within = view.strides
+        if (layout.shape[1] == 1 or within == view.itemsize) and between % view.itemsize == 0:
+            return view, True
+    cupy = import_cupy()
+    with array.device:
+        made = held(cupy, cupy.empty(layout.shape, array.dtype))
+    if read:
+        made.reshape(layout.lengths)[...] = moved
+    return made, False
 
 
 def contiguous(array: Any) -> Any:
@@ -40,18 +47,6 @@ def empty_like(like: Any) -> Any:
     """Return a new array, in C order, of the shape and dtype of another, and on its device."""
     with like.device:
         return import_cupy().empty(like.shape, like.dtype)
-
-
-def empty(shape: tuple[int, ...], like: Any) -> Any:
-    """Return a new array for rows, in C order, of the dtype of another, and on its device."""
-    with like.device:
-        cupy = import_cupy()
-        return held(cupy, cupy.empty(shape, like.dtype))
-
-
-def share(a: Any, b: Any) -> bool:
-    """Tell whether arrays may share memory."""
-    return overlap(a, b)
 
 
 def overlap(a: Any, b: Any) -> bool:

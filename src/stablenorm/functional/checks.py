@@ -30,27 +30,40 @@ from stablenorm.types import (
     real,
 )  # fmt: skip
 
+# The faster constructor of a NamedTuple.
+_new = tuple.__new__
+
 
 def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float; raise if an option is wrong."""
-    refuse_misplaced(norm)
-    shape, gamma_offset = normalized_shape(x_shape, axes), norm.gamma_offset
+    shape = normalized_shape(x_shape, axes)
+    # Anything may have been given.
+    gamma: Any = norm.gamma
+    beta: Any = norm.beta
+    if isinstance(gamma, (int, float, tuple)) or isinstance(beta, float):
+        refuse_misplaced(norm)
+    if gamma is not None:
+        gamma = convert("gamma", gamma)
+        if gamma.shape != shape:
+            check_parameter("gamma", gamma, shape, x_shape, axes)
+    if beta is not None:
+        beta = convert("beta", beta)
+        if beta.shape != shape:
+            check_parameter("beta", beta, shape, x_shape, axes)
+    eps, offset = check_eps(norm.eps), norm.gamma_offset
     rounding: Any = norm.rounding
-    gamma, beta = (
-        None if value is None else _parameter(name, convert(name, value), shape, x_shape, axes)
-        for name, value in (("gamma", norm.gamma), ("beta", norm.beta))
-    )
-    eps, offset = check_eps(norm.eps), real("gamma_offset", gamma_offset)
+    if type(offset) is not float:
+        offset = real("gamma_offset", offset)
     if not math.isfinite(offset):
-        msg = f"gamma_offset must be finite, got {gamma_offset}"
+        msg = f"gamma_offset must be finite, got {norm.gamma_offset}"
         raise ValueError(msg)
     if offset and gamma is None:
-        msg = f"gamma must be given with gamma_offset={gamma_offset}, got None; leave gamma_offset away"
+        msg = f"gamma must be given with gamma_offset={offset}, got None; leave gamma_offset away"
         raise ValueError(msg)
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
-    return Norm(gamma, beta, eps, norm.kind, offset, rounding)
+    return _new(Norm, (gamma, beta, eps, norm.kind, offset, rounding))
 
 
 def refuse_misplaced(norm: Norm) -> None:
@@ -68,15 +81,13 @@ def refuse_misplaced(norm: Norm) -> None:
             raise TypeError(msg)
 
 
-def _parameter(name: str, array: Array, shape: Shape, x_shape: Shape, axes: Shape) -> Array:
-    """Return gamma or beta, if its shape is that of the normalized axes, perhaps after others."""
-    if array.shape == shape:
-        return array
+def check_parameter(name: str, array: Array, shape: Shape, x_shape: Shape, axes: Shape) -> None:
+    """Raise unless the shape of gamma or beta is that of the normalized axes after others that fit x."""
     leading, cure = array.ndim - len(axes), ""
     if leading > 0 and array.shape[leading:] == shape:
-        lengths = tuple(length for i, length in enumerate(x_shape) if i not in axes)
+        lengths = tuple([length for i, length in enumerate(x_shape) if i not in axes])
         if fits(array.shape[:leading], lengths):
-            return array
+            return
         cure = f", or that after axes that broadcast against {lengths}"
     over = f"x normalized over axis {show_axes(axes)}{cure}"
     msg = f"{name} must have shape {shape} to match {over}, got {array.shape}"
@@ -92,11 +103,9 @@ def fits(leading: Shape, lengths: Shape) -> bool:
 
 
 def of_shape(
-    convert: Any, name: str, value: Any, shape: Shape, of: str = "x", optional: bool = False
+    convert: Any, name: str, value: Any, shape: Shape, of: str = "x", dtype: Any = None
 ) -> Any:
-    """Return an argument as an array of a shape, that of the array called `of`; None, if `optional`, as None."""
-    if optional and value is None:
-        return None
+    """Return an argument as an array of a shape, that of the array called `of`; of a dtype, if one is given."""
     array = convert(name, value)
     if array.shape != shape:
         cure = "; pass the gradient of that y" * (name == "dy")
@@ -106,16 +115,19 @@ def of_shape(
             cure = f"; pass np.broadcast_to({name}, {shape})"
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}{cure}"
         raise ValueError(msg)
-    return array
+    return array if dtype is None or array.dtype == dtype else widened(name, array, dtype)
 
 
 def widened(name: str, array: Any, dtype: np.dtype[Any]) -> Any:
-    """Return an array of another floating type in a wider one, exactly; raise if it is not narrower."""
-    if array is None or array.dtype == dtype:
+    """Return an array of a narrower floating type in another, exactly; raise if it is not narrower."""
+    if array.dtype == dtype:
         return array
     if array.dtype.itemsize < dtype.itemsize:
         return array.astype(dtype)
-    msg = f"{name} must have dtype {dtype} or a narrower one, got {array.dtype}; pass {name}.astype(x.dtype)"
+    msg = (
+        f"{name} must have dtype {dtype} or a narrower one, got {array.dtype}; "
+        f"pass {name}.astype(x.dtype)"
+    )
     raise TypeError(msg)
 
 
@@ -131,10 +143,10 @@ def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -
             cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
         msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)
-    if not is_lazy_cache(cache):
+    if isinstance(cache, Cache):
         check_record(cache)
         norm = checked_norm(arrays_of(cache.backend).convert, cache.norm, cache.x.shape, cache.axis)
-        cache = cache._replace(norm=norm)
+        cache = _new(Cache, (cache.x, norm, *cache[2:]))
     if cache.norm.kind != kind:
         msg = f"cache must be of {forward}; pass this one to {cache.norm.kind}_norm_{operation}"
         raise ValueError(msg)
@@ -171,7 +183,8 @@ def check_sum_axes(sum_axes: Any, cache: Cache, layout: Layout) -> tuple[Lead | 
 
 def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     """Return a copy of a mask in x's dimensions; if it does not vary along `axes`, of length 1."""
-    refuse_others("where", where)
+    if type(where) is not np.ndarray:
+        refuse_others("where", where)
     try:
         mask = np.asarray(where)
     except ValueError:
@@ -180,13 +193,14 @@ def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     check_mask(mask, shape)
     mask = mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
     counts: Any = np.logical_or.reduce(mask, axes, keepdims=True)
-    is_whole = bool((counts == np.logical_and.reduce(mask, axes, keepdims=True)).all())
+    every = np.logical_and.reduce(mask, axes, keepdims=True)
+    is_whole = bool(np.logical_and.reduce(counts == every, None))
     if not is_whole and rounding == "nearest":
         check_combinations(("where that varies inside a row", NEAREST))
     lengths = list(shape)
     for axis in axes if is_whole else ():
         lengths[axis] = 1
-    return (counts if is_whole else mask) & np.ones(lengths, bool)
+    return (counts if is_whole else mask) | np.zeros(lengths, bool)
 
 
 def check_mask(mask: Any, shape: Shape) -> None:
@@ -203,13 +217,11 @@ def check_mask(mask: Any, shape: Shape) -> None:
 def asked_names(wrt: object) -> tuple[str, ...]:
     """Return the names in `wrt`."""
     names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
-    if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
-        named = str(unknown[0])[1:]
-        cure = f"; write wrt={named!r}" * (named in NAMES)
-        msg = (
-            f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}{cure}"
-        )
-        raise ValueError(msg)
+    for name in names:
+        if not (isinstance(name, str) and name in NAMES):
+            cure = f"; write wrt={name[1:]!r}" * (isinstance(name, str) and name[1:] in NAMES)
+            msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(name), 60)}{cure}"
+            raise ValueError(msg)
     return names
 
 
@@ -278,23 +290,28 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )  # fmt: skip
 
 
-def features_of(norm: Norm, axes: Shape, backend: str) -> list[str]:
-    """Return the features in the table that a norm has whose arrays are those of a backend."""
-    has = {
-        CUDA: backend == "cuda",
-        NEAREST: norm.rounding == "nearest",
-        "RMS norm": norm.kind == "rms",
-        "gamma_offset": norm.gamma_offset != 0.0,
-        LEADING: any(v is not None and v.ndim > len(axes) for v in (norm.gamma, norm.beta)),
-    }
-    return [feature for feature, is_there in has.items() if is_there]
+def check_features(norm: Norm, axes: Shape, backend: str, *more: str, **keywords: Any) -> None:
+    """Raise if what a norm on the arrays of a backend has cannot be combined with these features and given keywords."""
+    features = [*more]
+    if backend == "cuda":
+        features += [CUDA, *["RMS norm"] * (norm.kind == "rms")]
+        features += ["gamma_offset"] * bool(norm.gamma_offset)
+    if norm.rounding == "nearest":
+        features.append(NEAREST)
+    for parameter in (norm.gamma, norm.beta):
+        if parameter is not None and parameter.ndim > len(axes):
+            features.append(LEADING)
+    if features:
+        check_combinations(features, **keywords)
 
 
 def check_combinations(features: Iterable[str], **keywords: Any) -> None:
     """Raise ValueError if two of these features and given keywords are in the table together."""
-    # `is not`, since `!=` of an array is an array.
-    present = {name for name, value in keywords.items() if value is not None and value is not False}
-    present |= set(features)
+    present = set(features)
+    for name, value in keywords.items():
+        # `is not`, since `!=` of an array is an array.
+        if value is not None and value is not False:
+            present.add(name)
     for refused, other, reason, cure in REFUSED:
         for feature in refused:
             if other in present and feature in present:

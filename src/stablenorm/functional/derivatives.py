@@ -14,75 +14,76 @@ J, the Jacobian of xhat, is the backward without gamma:
 True
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.arrays import convert, empty_like, is_lazy_cache
+from stablenorm.arrays import convert, empty_like, is_lazy_cache, rows
 from stablenorm.call import Backward, Forward
 from stablenorm.control import with_default_control
 from stablenorm.functional import checks, keywords
-from stablenorm.functional.operations import rows_of
+from stablenorm.functional.layout import layout_of
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.types import NAMES, Array, Cache, Norm
 
 
-class _Rows:
-    """The rows of a cache in float64, and what both functions make of them."""
+class _Rows(NamedTuple):
+    """The rows of a cache in float64, and functions of them."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.layout, call, self.mask = rows_of(cache.x, cache, None)
-        self.plain, self.backend = Norm(eps=cache.norm.eps, kind=cache.norm.kind), cache.backend
-        self.x, self.gamma = call.x.astype(np.float64), self.vector(cache.norm.gamma)
-        if self.gamma is not None:
-            self.gamma += cache.norm.gamma_offset
-        self.xhat = np.empty_like(self.x)
-        forward = Forward(self.x, self.plain, self.xhat, threads=call.threads)
-        self.statistics = keywords.forward(self.backend, forward, self.layout, self.mask)
-        self.rstd = self.statistics.rstd[:, None]
+    xhat: Array
+    rstd: Array
+    # Gamma with its offset, (n,), or 1.
+    gamma: Any
+    jacobian: Callable[[Array], Array]
+    # From an array like x to rows, with 0 for elements that do not count; and back, rounded once.
+    read: Callable[[Array], Array]
+    write: Callable[[Array], Array]
+    # The mean of each row over the elements that count; it is of 0 at the others.
+    mean: Callable[[Array], Array]
 
-    def vector(self, value: Array | None) -> Array | None:
-        """Return gamma, beta or a tangent of them in float64; None as None."""
-        return None if value is None else value.reshape(-1).astype(np.float64)
 
-    def read(self, value: Array) -> Array:
-        """Return the rows of an array of the shape of x in float64, with 0 for elements that do not count."""
-        return self.only(self.layout.read(value).astype(np.float64))
+def _vector(value: Array | None) -> Any:
+    """Return gamma, beta or a tangent of them in float64; None as 0."""
+    return 0.0 if value is None else value.reshape(-1).astype(np.float64)
 
-    def only(self, v: Array) -> Array:
-        """Return `v` with 0 for elements that do not count."""
-        only: Array = v if self.mask is None else np.where(self.mask, v, 0.0)
-        return only
 
-    def mean(self, v: Array) -> Array:
-        """Return the mean of each row of `v` over the elements that count; it is 0 at the others."""
-        counts: Any = self.layout.shape[1]
-        if self.mask is not None:
-            counts = np.maximum(np.add.reduce(self.only(np.ones_like(v)), -1, keepdims=True), 1)
-        mean: Array = np.add.reduce(v, axis=-1, keepdims=True) / counts
-        return mean
+def _rows_of(cache: Cache) -> _Rows:
+    """Return the rows of a cache, by a plain forward in float64."""
+    layout, backend, where = layout_of(cache.x.shape, cache.axis), cache.backend, cache.where
+    mask, norm = layout.mask(where), Norm(eps=cache.norm.eps, kind=cache.norm.kind)
+    x = rows(cache.x, layout)[0].astype(np.float64)
+    xhat = np.empty_like(x)
+    statistics = keywords.forward(backend, Forward(x, norm, xhat), layout, where)
+    counts: Any = x.shape[1]
+    if mask is not None:
+        counts = np.maximum(
+            np.add.reduce(mask & np.ones(x.shape, bool), -1, keepdims=True, dtype=int), 1
+        )
 
-    def jacobian(self, v: Array) -> Array:
-        """Return ``J v``."""
-        dx: Array = np.empty_like(self.x)
-        call = Backward(v, self.x, self.plain, self.statistics, dx)
-        keywords.backward(self.backend, call, self.layout, self.mask)
+    def jacobian(v: Array) -> Array:
+        dx = np.empty_like(x)
+        keywords.backward(backend, Backward(v, x, norm, statistics, dx), layout, where)
         return dx
 
-    def pushed(self, moved: Array, tgamma: Array | None, tbeta: Array | None, like: Array) -> Array:
-        """Return the tangent of y, given that of xhat, like an array of the shape of x."""
-        tangent = moved if self.gamma is None else moved * self.gamma
-        if tgamma is not None:
-            tangent = tangent + self.vector(tgamma) * self.xhat
-        if tbeta is not None:
-            tangent = tangent + self.vector(tbeta)
-        return self.put(tangent, like)
+    def only(v: Array) -> Array:
+        return v if mask is None else np.where(mask, v, 0.0)
 
-    def put(self, rows: Array, like: Array) -> Array:
-        """Return rows of float64, rounded once, as an array like another."""
-        result = empty_like(like)
-        self.layout.put(round_to(self.only(rows), like.dtype), result)
+    def write(v: Array) -> Array:
+        result = empty_like(cache.x)
+        values = round_to(only(v), result.dtype)
+        result.transpose(layout.order)[...] = values.reshape(layout.lengths)
         return result
+
+    return _Rows(
+        xhat,
+        statistics.rstd[:, None],
+        1.0 if cache.norm.gamma is None else _vector(cache.norm.gamma) + cache.norm.gamma_offset,
+        jacobian,
+        lambda v: only(rows(v, layout)[0].astype(np.float64)),
+        write,
+        lambda v: np.add.reduce(v, axis=-1, keepdims=True) / counts,
+    )
 
 
 @with_default_control
@@ -90,8 +91,9 @@ def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
     cache, tx, tgamma, tbeta = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
-    rows = _Rows(cache)
-    return rows.pushed(rows.jacobian(rows.read(tx)), tgamma, tbeta, cache.x)
+    of = _rows_of(cache)
+    moved = of.jacobian(of.read(tx))
+    return of.write(of.gamma * moved + _vector(tgamma) * of.xhat + _vector(tbeta))
 
 
 @with_default_control
@@ -100,22 +102,24 @@ def double_backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
-    cache, ddx, dy, ddgamma, ddbeta = _checked("double_backward", kind, cache, of_x, of_parameters)
-    rows = _Rows(cache)
-    xhat, mean, dy, ddx = rows.xhat, rows.mean, rows.read(dy), rows.read(ddx)
-    g = dy if rows.gamma is None else dy * rows.gamma
-    pushed, pulled = rows.jacobian(ddx), rows.jacobian(g)
-    ddy, dgamma = rows.pushed(pushed, ddgamma, ddbeta, cache.x), cache.norm.gamma
+    checked = _checked("double_backward", kind, cache, of_x, of_parameters)
+    cache, ddx, dy, ddgamma, ddbeta = checked
+    of = _rows_of(cache)
+    xhat, mean, dy, ddx = of.xhat, of.mean, of.read(dy), of.read(ddx)
+    g = of.gamma * dy
+    pushed, pulled = of.jacobian(ddx), of.jacobian(g)
+    ddy = of.write(of.gamma * pushed + _vector(ddgamma) * xhat + _vector(ddbeta))
+    dgamma = cache.norm.gamma
     if dgamma is not None:
         dgamma = round_to(sum_rows(dy * pushed), dgamma.dtype).reshape(dgamma.shape)
     if kind == "layer":
         # For the means of products that follow: the reason of `project`.
         g, ddx = g - mean(g), ddx - mean(ddx)
     bent = mean(g * xhat) * pushed + mean(ddx * xhat) * pulled + xhat * mean(ddx * pulled)
-    dx = -bent * rows.rstd
+    dx = -of.rstd * bent
     if ddgamma is not None:
-        dx = dx + rows.jacobian(dy * rows.vector(ddgamma))
-    return ddy, rows.put(dx, cache.x), dgamma
+        dx += of.jacobian(dy * _vector(ddgamma))
+    return ddy, of.write(dx), dgamma
 
 
 def _checked(
@@ -125,14 +129,13 @@ def _checked(
     if is_lazy_cache(cache):
         checks.check_combinations((operation, checks.DASK))
     cache = checks.checked_cache(cache, None, kind, operation)
-    features = checks.features_of(cache.norm, cache.axis, cache.backend)
-    checks.check_combinations((operation, *features))
+    checks.check_features(cache.norm, cache.axis, cache.backend, operation)
     checked = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]
     likes = cache.norm.gamma, cache.norm.beta
     for (called, value), name, like in zip(of_parameters.items(), NAMES[1:], likes, strict=True):
         if value is not None and like is None:
             msg = f"{called} must be None, since this cache has no {name}; pass one to the forward"
             raise ValueError(msg)
-        shape = np.shape(like)
-        checked.append(checks.of_shape(convert, called, value, shape, name, optional=True))
+        given = value is not None
+        checked.append(checks.of_shape(convert, called, value, like.shape, name) if given else None)
     return [cache, *checked]

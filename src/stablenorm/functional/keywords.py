@@ -66,62 +66,49 @@ With accumulate=True, sums in float64 are added to old values, and rounded:
 True
 """
 
-import math
 from typing import Any
 
 import numpy as np
 
-from stablenorm.backends import module_of
+from stablenorm.arrays import rows as rows_of
+from stablenorm.backends import arrays_of, module_of
 from stablenorm.call import Backward, Forward
-from stablenorm.functional.layout import Layout, Lead
+from stablenorm.functional.layout import Layout, Lead, layout_of
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.reference.sums import NOTHING, PARTIAL, merged
-from stablenorm.types import Array, Norm, Statistics
+from stablenorm.types import Array, Cache, Norm, Statistics
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__
 
 # The index of the elements of a part in (rows, n), its rows, the columns that count (None: all), its first row, and the
-# number of its gamma or beta in their lead.
+# number of its gamma, beta and sums in their lead.
 Part = tuple[Any, Any, Any, int, int]
 
 
-def offset_gamma(norm: Norm) -> Norm:
-    """Return a norm whose gamma_offset is added to gamma, in float64."""
-    if not norm.gamma_offset:
-        return norm
-    gamma: Any = norm.gamma
-    return norm._replace(gamma=gamma.astype(np.float64) + norm.gamma_offset, gamma_offset=0.0)
-
-
-def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
-    """Return the rows that have one gamma, one beta and one mask, in groups."""
-    if lead.count(1) == len(lead) and (mask is None or not mask.size):
-        return [(slice(None), slice(None), None, 0, 0)]
-    samples = keys = numbers_of(lead, layout)
+def parts_of(layout: Layout, lead: Lead | None, mask: Array | None) -> list[Part]:
+    """Return the rows that have one gamma, one beta and one mask, in groups; without a lead, these are one for all rows."""
+    samples = keys = np.zeros(layout.shape[0], int) if lead is None else layout.numbers(lead)
     inside = mask if mask is not None and mask.shape[1] > 1 else None
-    if inside is None and mask is not None:
-        keys = np.where(mask[:, 0], keys, -1)
-    elif inside is not None:
+    if inside is not None:
         # Rows of one sample and of equal bits get one number.
         known: dict[Any, int] = {}
-        bits = map(bytes, np.packbits(inside, 1))
-        pairs = list(zip(samples.tolist(), bits, strict=True))
-        keys = np.array(
-            [known.setdefault(pair, len(known)) if any(pair[1]) else -1 for pair in pairs]
-        )
+        pairs = zip(samples.tolist(), map(bytes, np.packbits(inside, 1)), strict=True)
+        keys = np.array([known.setdefault(pair, len(known)) for pair in pairs])
+    if mask is not None:
+        counts = np.logical_or.reduce(mask, 1)
+        keys = keys * counts - ~counts
     order = keys.argsort(kind="stable")
     ordered, parts, start = keys[order], list[Part](), 0
     ends = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
     for stop in (*ends.tolist(), len(order)):
-        some, first, last = order[start:stop], int(order[start]), int(order[stop - 1])
-        rows: Any = some
-        if last - first == stop - start - 1:
-            # Adjacent rows are a view.
-            rows = slice(first, last + 1)
-        at, columns = rows, None
-        if inside is not None and not inside[first].all():
+        some, first, columns = order[start:stop], int(order[start]), None
+        is_adjacent = order[stop - 1] - first == stop - start - 1
+        # Adjacent rows are a view.
+        at: Any = slice(first, first + len(some)) if is_adjacent else some
+        rows = at
+        if inside is not None and not np.logical_and.reduce(inside[first]):
             columns = inside[first].nonzero()[0]
             at = some[:, None], columns
         if ordered[start] >= 0:
@@ -130,178 +117,192 @@ def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
     return parts
 
 
-def numbers_of(lead: Lead, layout: Layout) -> Array:
-    """Return for each row the number of its gamma, beta or sum in their lead."""
-    numbers = np.arange(math.prod(lead)).reshape(lead)
-    return (numbers + np.zeros(layout.leading, int)).reshape(-1)
-
-
-# ---- the loops over parts ----
-
-
-def forward(backend: str, call: Forward, layout: Layout, mask: Array | None) -> Any:
-    """Do a forward of rows whose gamma and beta are as the user gave them; return the statistics."""
-    norm, whole = offset_gamma(call.norm), list[Any]()
-    if not call.x.size:
-        norm = norm._replace(gamma=None, beta=None)
-    leads = [layout.lead_of(norm.gamma), layout.lead_of(norm.beta)]
-    parts = parts_of(layout, tuple(map(max, *leads)), mask)
-    gammas = _of_parts(norm.gamma, leads[0], layout, parts)
-    betas = _of_parts(norm.beta, leads[1], layout, parts)
-    if mask is not None:
-        call.y[...] = 0
-    if call.residual is not None and (mask is not None or not isinstance(parts[0][0], slice)):
-        add(call.x, call.residual, call.total)
-        call = call._replace(x=call.total, residual=None, total=None)
-    do = module_of(backend).forward
-    for (at, rows, *_), gamma, beta in zip(parts, gammas, betas, strict=True):
-        own = _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
-        x, is_view = call.x[at], isinstance(at, slice)
-        y = call.y[at] if is_view else np.empty(x.shape, call.y.dtype)
-        residual = None if call.residual is None else call.residual[at]
-        total = None if call.total is None else call.total[at]
-        statistics = do(Forward(x, own, y, call.keep, residual, total, call.threads))
-        if is_view and at == slice(None):
-            return statistics
-        if not is_view:
-            call.y[at] = y
-        if call.keep:
-            whole = whole or [w if w is None else np.zeros(len(call.x)) for w in statistics]
-            for target, word in zip(whole, statistics, strict=True):
-                if target is not None:
-                    # Rows without digits that others have go to integers.
-                    target[rows] = np.nan if word is None else word
-    if whole:
-        return Statistics._make(whole)
-    zeros = np.zeros(len(call.x))
-    mean = zeros if norm.kind == "layer" else None
-    return Statistics(mean, mean, zeros, zeros, mean)
-
-
-def backward(
-    backend: str, call: Backward, layout: Layout, mask: Array | None,
-    sum_lead: Lead | None = None, accumulate: bool = False,
-) -> None:  # fmt: skip
-    """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
-    norm = offset_gamma(call.norm)._replace(beta=None)
-    of_gamma, of_beta = layout.lead_of(norm.gamma), layout.lead_of(call.norm.beta)
-    leads = {"dgamma": sum_lead or of_gamma, "dbeta": sum_lead or of_beta}
-    leads["dx"] = of_gamma if call.dgamma is None else leads["dgamma"]
-    passes: dict[Lead, list[str]] = {}
-    for name, lead in leads.items():
-        if getattr(call, name) is not None:
-            passes.setdefault(lead, []).append(name)
-    for lead, names in passes.items():
-        asked: Any = dict.fromkeys(leads.keys() - names)
-        # dbeta alone needs no gamma, which may have another lead.
-        own = norm._replace(gamma=None) if names == ["dbeta"] else norm
-        _one_pass(backend, call._replace(norm=own, **asked), layout, mask, lead, accumulate)
-
-
-def _one_pass(
-    backend: str, call: Backward, layout: Layout, mask: Array | None, lead: Lead, accumulate: bool
-) -> None:
-    """Do a backward whose sums have one lead."""
-    parts, n = parts_of(layout, lead, mask), layout.shape[1]
-    gammas = _of_parts(call.norm.gamma, layout.lead_of(call.norm.gamma), layout, parts)
-    inside = mask is not None and mask.shape[1] > 1
-    # Sums that are to be added to others are not rounded yet.
-    kind: Any = PARTIAL if call.partial else float if accumulate or inside else None
-    results, sums = (call.dgamma, call.dbeta), list[Any]()
-    for result in results:
-        if result is None:
-            sums.append(None)
-        elif kind is None and mask is None:
-            # The results themselves, or a copy if they have gaps.
-            sums.append(layout.arrays.contiguous(result).reshape(-1, n))
-        else:
-            sums.append(np.zeros((len(parts), n), kind or result.dtype))
-    if mask is not None and call.dx is not None:
-        call.dx[...] = 0 if call.dsum is None else call.dsum
-    do = module_of(backend).backward
-    for i, (part, gamma) in enumerate(zip(parts, gammas, strict=True)):
-        (at, _, columns, *_), dx, rows = part, None, list(sums)
-        if call.dx is not None:
-            is_view = isinstance(at, slice)
-            dx = call.dx[at] if is_view else np.empty(_shape_of(at, n), call.dx.dtype)
-        for k, total in enumerate(sums):
-            if total is not None:
-                rows[k] = total[i] if columns is None else np.zeros(len(columns), kind)
-        do(_part_of(call, part, gamma, dx, *rows))
-        if dx is not None and not is_view:
-            call.dx[at] = dx
-        for k, total in enumerate(sums):
-            if total is not None and columns is not None:
-                total[i, columns] = rows[k]
-    for total, result in zip(sums, results, strict=True):
-        if total is not None and (kind is not None or mask is not None):
-            _put_sums(total, result, parts, accumulate)
-        elif total is not None and not layout.arrays.share(total, result):
-            result[...] = total.reshape(result.shape)
-
-
-def _put_sums(total: Array, result: Array, parts: list[Part], accumulate: bool) -> None:
-    """Add up the sums of the parts of each sample, and write them, rounded once."""
-    samples: dict[int, list[int]] = {}
-    for i, (*_, sample) in enumerate(parts):
-        samples.setdefault(sample, []).append(i)
-    whole = np.zeros((result.size // total.shape[1], total.shape[1]), total.dtype)
-    for sample, places in samples.items():
-        whole[sample] = total[places[0]]
-        if len(places) > 1:
-            some = total[places]
-            whole[sample] = merged(*some) if total.dtype == PARTIAL else sum_rows(some)
-    whole = whole.reshape(result.shape)
-    if accumulate:
-        whole = result.astype(float) + whole
-    result[...] = whole if whole.dtype == result.dtype else round_to(whole, result.dtype)
-
-
-def _shape_of(at: Any, n: int) -> tuple[int, int]:
-    """Return the shape of a part that is no view."""
-    return (len(at[0]), len(at[1])) if isinstance(at, tuple) else (len(at), n)
-
-
-def _part_of(call: Backward, part: Part, gamma: Array | None, *results: Any) -> Backward:
-    """Return the backward of a part."""
-    at, rows, *_ = part
-    own = _new(Norm, (gamma, None, call.norm.eps, call.norm.kind, 0.0, call.norm.rounding))
-    words = _new(Statistics, [w if w is None else w[rows] for w in call.statistics])
-    dsum = None if call.dsum is None else call.dsum[at]
-    dx, dgamma, dbeta = results or (None, None, None)
-    return Backward(
-        call.dy[at], call.x[at], own, words, dx, dgamma, dbeta, dsum, call.partial, call.threads
-    )
-
-
-def _of_parts(values: Array | None, lead: Lead, layout: Layout, parts: list[Part]) -> list[Any]:
+def _of_parts(values: Array | None, layout: Layout, parts: list[Part]) -> list[Any]:
     """Return the gamma or beta of each part."""
     if values is None:
         return [None] * len(parts)
-    rows = layout.arrays.contiguous(values).reshape(-1, layout.shape[1])
-    numbers = numbers_of(lead, layout) if len(rows) > 1 else None
-    own = []
+    rows, numbers, own = values[None], None, []
+    if values.ndim > 1:
+        rows = np.ascontiguousarray(values).reshape(-1, layout.shape[1])
+        numbers = layout.numbers(layout.lead_of(values))
     for _, _, columns, first, _ in parts:
         row = rows[0 if numbers is None else numbers[first]]
         own.append(row if columns is None else row[columns])
     return own
 
 
-def exact_sums(
-    layout: Layout, call: Backward, mask: Array | None, which: int, asked: Array
-) -> Array:
+def _norm_of(backend: str, norm: Norm, layout: Layout) -> tuple[Norm, bool]:
+    """Return `norm` with gamma_offset added to gamma, and whether gamma and beta are one for all rows: then vectors."""
+    gamma, beta, n = norm.gamma, norm.beta, layout.shape[1]
+    if norm.gamma_offset and gamma is not None:
+        gamma = gamma.astype(np.float64) + norm.gamma_offset
+    is_plain = (gamma is None or gamma.size == n) and (beta is None or beta.size == n)
+    if is_plain:
+        contiguous = arrays_of(backend).contiguous
+        gamma = gamma if gamma is None else contiguous(gamma).reshape(-1)
+        beta = beta if beta is None else contiguous(beta).reshape(-1)
+    return _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding)), is_plain
+
+
+# ---- the loops over parts ----
+
+
+def forward(backend: str, call: Forward, layout: Layout, where: Array | None) -> Any:
+    """Do a forward of rows whose gamma and beta are as the user gave them; return the statistics."""
+    norm, is_plain = _norm_of(backend, call.norm, layout)
+    do, residual, total = module_of(backend).forward, call.residual, call.total
+    x, y, keep, threads = call.x, call.y, call.keep, call.threads
+    if (is_plain and where is None) or not x.size:
+        norm = norm if is_plain else norm._replace(gamma=None, beta=None)
+        return do(_new(Forward, (x, norm, y, keep, residual, total, threads)))
+    lead = None
+    if not is_plain:
+        lead = tuple(map(max, layout.lead_of(norm.gamma), layout.lead_of(norm.beta)))
+    mask = layout.mask(where)
+    parts = parts_of(layout, lead, mask)
+    gammas, betas = _of_parts(norm.gamma, layout, parts), _of_parts(norm.beta, layout, parts)
+    if mask is not None:
+        y[...] = 0
+    if residual is not None and (mask is not None or not isinstance(parts[0][0], slice)):
+        add(x, residual, total)
+        x, residual = total, None
+    # The words of the statistics of all rows, those of RMS norm without a mean; of no part they are 0.
+    zeros = np.zeros(len(x))
+    words: list[Any] = [None, None, zeros, zeros, None, None, None]
+    if norm.kind == "layer":
+        words = [zeros] * 5 + words[5:]
+    for i, ((at, rows, *_), gamma, beta) in enumerate(zip(parts, gammas, betas, strict=True)):
+        own = _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
+        some, is_view = x[at], isinstance(at, slice)
+        of_y = y[at] if is_view else np.empty(some.shape, y.dtype)
+        added = (None, None) if residual is None else (residual[at], total[at])
+        statistics = do(_new(Forward, (some, own, of_y, keep, *added, threads)))
+        if not is_view:
+            y[at] = of_y
+        for k, word in enumerate(statistics if keep else ()):
+            if i == 0:
+                words[k] = None if word is None else np.zeros(len(x))
+            if words[k] is not None:
+                # Rows without digits that others have go to integers.
+                words[k][rows] = np.nan if word is None else word
+    return _new(Statistics, words)
+
+
+def backward(
+    backend: str, call: Backward, layout: Layout, where: Array | None,
+    sum_lead: Lead | None = None, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
+    norm, is_plain = _norm_of(backend, call.norm, layout)
+    where = where if call.x.size else None
+    main = of_beta = None
+    if not is_plain or sum_lead is not None:
+        main, of_beta = layout.lead_of(norm.gamma), sum_lead or layout.lead_of(norm.beta)
+        if call.dgamma is not None and sum_lead is not None:
+            main = sum_lead
+    own = _new(Norm, (norm.gamma, None, norm.eps, norm.kind, 0.0, norm.rounding))
+    inputs, others = (call.dy, call.x), (call.dsum, call.partial, call.threads)
+    if call.dbeta is not None and of_beta != main:
+        # dbeta alone needs no gamma, which may have another lead.
+        alone = *inputs, own._replace(gamma=None), call.statistics, None, None, call.dbeta, *others
+        _one_pass(backend, _new(Backward, alone), layout, where, of_beta, accumulate)
+        call = call._replace(dbeta=None)
+    fields = *inputs, own, call.statistics, call.dx, call.dgamma, call.dbeta, *others
+    if is_plain and where is None is sum_lead and not (accumulate or call.partial):
+        _whole(backend, _new(Backward, fields))
+    else:
+        _one_pass(backend, _new(Backward, fields), layout, where, main, accumulate)
+
+
+def _whole(backend: str, call: Backward) -> None:
+    """Do a plain backward."""
+    contiguous, sums = arrays_of(backend).contiguous, []
+    for result in (call.dgamma, call.dbeta):
+        sums.append(result if result is None else contiguous(result).reshape(-1))
+    results = call.dx, *sums, call.dsum, False, call.threads
+    fields = call.dy, call.x, call.norm, call.statistics, *results
+    module_of(backend).backward(_new(Backward, fields))
+    for total, result in zip(sums, (call.dgamma, call.dbeta), strict=True):
+        if total is not None and not result.flags.c_contiguous:
+            result[...] = total.reshape(result.shape)
+
+
+def _one_pass(
+    backend: str, call: Backward, layout: Layout, where: Array | None, lead: Lead | None, accumulate: bool
+) -> None:  # fmt: skip
+    """Do a backward whose sums have one lead."""
+    mask, do, n = layout.mask(where), module_of(backend).backward, layout.shape[1]
+    parts, dx = parts_of(layout, lead, mask), call.dx
+    gammas = _of_parts(call.norm.gamma, layout, parts)
+    if mask is not None and dx is not None:
+        dx[...] = 0 if call.dsum is None else call.dsum
+    inside = mask is not None and mask.shape[1] > 1
+    # Sums that are to be added to others are not rounded yet.
+    kind: Any = PARTIAL if call.partial else float if accumulate or inside else None
+    results, sums = (call.dgamma, call.dbeta), list[Any]()
+    for result in results:
+        sums.append(None if result is None else np.zeros((len(parts), n), kind or result.dtype))
+    for i, (part, gamma) in enumerate(zip(parts, gammas, strict=True)):
+        at, _, columns, *_ = part
+        one = _part_of(call, part, gamma, sums, i)
+        do(one)
+        if one.dx is not None and not isinstance(at, slice):
+            dx[at] = one.dx
+        for total in sums if columns is not None else ():
+            if total is not None:
+                packed = total[i, : len(columns)].copy()
+                total[i] = np.zeros((), total.dtype)
+                total[i, columns] = packed
+    places: dict[int, list[int]] = {}
+    for i, part in enumerate(parts):
+        places.setdefault(part[4], []).append(i)
+    for total, result in zip(sums, results, strict=True):
+        if total is None:
+            continue
+        # The sums of the parts of each sample, which are rounded once.
+        whole = np.zeros((result.size // n, n), total.dtype)
+        for sample, some in places.items():
+            whole[sample] = total[some[0]]
+            if len(some) > 1:
+                of_parts = total[some]
+                whole[sample] = merged(*of_parts) if call.partial else sum_rows(of_parts)
+        whole = whole.reshape(result.shape)
+        if accumulate:
+            whole = result.astype(float) + whole
+        result[...] = whole if whole.dtype == result.dtype else round_to(whole, result.dtype)
+
+
+def _part_of(call: Backward, part: Part, gamma: Any, sums: list[Any], i: int) -> Backward:
+    """Return the backward of part `i`, whose sums are packed into row i of `sums`."""
+    at, rows, *_ = part
+    own = _new(Norm, (gamma, None, call.norm.eps, call.norm.kind, 0.0, call.norm.rounding))
+    words = []
+    for word in call.statistics:
+        words.append(word if word is None else word[rows])
+    dsum = None if call.dsum is None else call.dsum[at]
+    x, dx, (dgamma, dbeta) = call.x[at], call.dx, sums
+    if dx is not None:
+        dx = dx[at] if isinstance(at, slice) else np.empty(x.shape, dx.dtype)
+    dgamma = None if dgamma is None else dgamma[i, : x.shape[1]]
+    dbeta = None if dbeta is None else dbeta[i, : x.shape[1]]
+    results = dx, dgamma, dbeta, dsum, call.partial, call.threads
+    return _new(Backward, (call.dy[at], x, own, _new(Statistics, words), *results))
+
+
+def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
     """Return the exact sums, dgamma (0) or dbeta (1), of the columns that are asked for; 0 for others."""
-    lead = layout.lead_of(asked)
-    whole = np.zeros(asked.shape, object)
-    if not asked.any() or not call.x.size:
-        whole[asked] = NOTHING
+    layout, whole = layout_of(cache.x.shape, cache.axis), np.zeros(asked.shape, object)
+    whole[asked] = NOTHING
+    if not asked.any() or not cache.x.size:
         return whole
+    rows = rows_of(dy, layout)[0], rows_of(cache.x, layout)[0]
+    call = Backward(*rows, cache.norm, cache.statistics)
     sums, flags = (v.reshape(-1, layout.shape[1]) for v in (whole, asked))
-    sums[flags] = NOTHING
-    for part in parts_of(layout, lead, mask):
-        columns, sample = part[2], part[4]
-        every = np.arange(layout.shape[1]) if columns is None else columns
-        places = flags[sample, every].nonzero()[0]
-        for j, total in uncertified.exact_sums(_part_of(call, part, None), which, places):
-            sums[sample, every[j]] += total
+    every = np.arange(layout.shape[1])
+    for part in parts_of(layout, layout.lead_of(asked), layout.mask(cache.where)):
+        columns = every if part[2] is None else part[2]
+        places = flags[part[4], columns].nonzero()[0]
+        one = _part_of(call, part, None, [None, None], 0)
+        for j, total in uncertified.exact_sums(one, which, places):
+            sums[part[4], columns[j]] += total
     return whole

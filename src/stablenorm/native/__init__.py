@@ -144,13 +144,13 @@ def _finish_backward(
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
     of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
     call = Backward(of_dy, of_x, norm, stats, of_dx, dsum=of_dsum, partial=unrounded)
-    if partial is not None:
-        parts = partial.reshape(2, -1, 3).view(PARTIAL)[..., 0]
-        sums = (v if v is None else v.reshape(-1) for v in (out.dgamma, out.dbeta))
-        dgamma, dbeta = parts if unrounded else sums
-        unsummed = np.flatnonzero(marks & _UNSUMMED)
-        of_sums = call._replace(dgamma=dgamma, dbeta=dbeta)
-        uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
+    # Partial sums are there if a row is not in the sums, or if they are what is asked for.
+    parts: Any = None if partial is None else partial.reshape(2, -1, 3).view(PARTIAL)[..., 0]
+    sums = (v if v is None else v.reshape(-1) for v in (out.dgamma, out.dbeta))
+    dgamma, dbeta = parts if unrounded else sums
+    of_sums = call._replace(dgamma=dgamma, dbeta=dbeta)
+    unsummed = np.flatnonzero(marks & _UNSUMMED)
+    uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
 

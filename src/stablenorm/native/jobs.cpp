@@ -54,11 +54,12 @@ void tile_work(void* data, Index number, int thread) {
     note_overflow(c);
 }
 
+bool is_unsummed(const Call& c) { return c.summing() && c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
+
 void finish_work(void* data, Index part, int) {
     const Call& c = *(const Call*)data;
     Index which = part % 2, start = part / 2 * COLUMNS;
-    bool unsummed = c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows);
-    if (c.sums_out[which]) kernels->finish(c, (int)which, start, std::min(start + COLUMNS, c.n), unsummed);
+    if (c.sums_out[which]) kernels->finish(c, (int)which, start, std::min(start + COLUMNS, c.n), is_unsummed(c));
     note_overflow(c);
 }
 
@@ -86,13 +87,20 @@ bool take_scratch(Call& c, int threads, double*& memory) {
     return true;
 }
 
-// Does all tiles, then the sums; false, and nothing is written, if gamma or beta is out of range.
-bool run_tiles(Call& c, int threads) {
+// Does all tiles, then the sums.
+State run_tiles(Call& c, int threads) {
     bool wake = c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
-    if (!kernels->prepare(c)) return false;
+    if (!kernels->prepare(c)) return DECLINED;
     pool::run(c.tiles, threads, wake, tile_work, &c);
+    if (is_unsummed(c) && !c.unrounded) {
+        // Two sums of n columns, three words each.
+        c.scratch_bytes = 6 * c.n * (Index)sizeof(double);
+        c.partial[0] = (double*)memory::take((size_t)c.scratch_bytes);
+        if (!c.partial[0]) return NO_MEMORY;
+        c.partial[1] = c.partial[0] + 3 * c.n;
+    }
     pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
-    return true;
+    return DONE;
 }
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -131,9 +139,9 @@ State run(Call& c, int threads) {
     pool::DefaultControl control;
     bool overflowed = false;
     c.overflowed = &overflowed;
-    State state = !run_tiles(c, threads) ? DECLINED : overflowed && !c.pairs() ? OVERFLOWED : DONE;
+    State state = run_tiles(c, threads);
     memory::give(scratch);
-    return state;
+    return state == DONE && overflowed && !c.pairs() ? OVERFLOWED : state;
 }
 
 // ---- which kernels ----

@@ -283,8 +283,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.over && !(marks = own(new_vector(c.rows, NPY_UINT8, c.marks)))) return nullptr;
     if (c.pairs()) {
         marks = own(new_vector(c.rows, NPY_UINT8, c.marks)), uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
-        if (c.summing() && !c.unrounded) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
-        if (!marks || !uncertified || !partial) return nullptr;
+        if (!marks || !uncertified) return nullptr;
         memset(c.uncertified[0], 0, (size_t)columns), c.uncertified[1] = c.uncertified[0] + c.n;
         // Rows that the forward found out of range have no rstd_lo.
         for (Index i = 0; i < c.rows; i++)
@@ -294,6 +293,13 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     jobs::plan(c);
     jobs::State state = run(c, args[THREADS]);
     if (!is_done(state)) return declined();
+    if (c.partial[0] && !c.unrounded) {
+        double* copy;
+        partial = own(new_vector(3 * columns, NPY_DOUBLE, copy));
+        if (partial) memcpy(copy, c.partial[0], (size_t)(3 * columns) * sizeof(double));
+        memory::give((char*)c.partial[0]);
+        if (!partial) return nullptr;
+    }
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
     if (!gradients) return nullptr;
     bool unfinished = c.pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], columns));
