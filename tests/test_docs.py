@@ -199,6 +199,11 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
         sys.modules.pop(file.removesuffix(".py"), None)
 
 
+def test_the_example_that_run_names_has_the_mistake_that_it_says(capsys):
+    assert main(["check", str(ROOT / "examples" / "my_norm.py")]) == 1
+    assert "the mean of g is missing from dx" in capsys.readouterr().out
+
+
 # A mistake in the kernel, as text to replace and its replacement, and the test that must fail.
 KERNEL_MISTAKES = [
     ("", "", ""),
