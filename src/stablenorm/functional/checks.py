@@ -219,7 +219,8 @@ def asked_names(wrt: object) -> tuple[str, ...]:
     names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
     for name in names:
         if not (isinstance(name, str) and name in NAMES):
-            cure = f"; write wrt={name[1:]!r}" * (isinstance(name, str) and name[1:] in NAMES)
+            named = str(name)[1:]
+            cure = f"; write wrt={named!r}" * (named in NAMES)
             msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(name), 60)}{cure}"
             raise ValueError(msg)
     return names
