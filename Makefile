@@ -1,5 +1,6 @@
 # The plain commands. Each does all the set-up it needs, in .venv of this checkout and nowhere else.
 PYTHON ?= python3
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 # The files whose docstrings are the reference.
@@ -16,23 +17,29 @@ ifeq ($(shell command -v $(or $(CXX),c++)),)
 export STABLENORM_PURE := 1
 endif
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Runs a command with a dot every two seconds, so that nobody takes it for one that hangs.
+with_dots = @(while sleep 2; do printf .; done) & dots=$$!; trap "kill $$dots; echo" EXIT; printf '%s ' $(1); $(2)
+
 # Re-made whenever pyproject.toml or a source is newer, so that a pull never leaves an old environment behind.
+# NARROW: one instruction set more, which only the tests need.
 $(VENV)/.run: pyproject.toml $(NATIVE)
 	@test -z "$(STABLENORM_PURE)" || echo 'No C++ compiler is found: backend="native" is left out. Cure: apt-get install g++, or xcode-select --install, then make again.'
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; say which: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
-# NARROW: for the tests one instruction set more, of registers as narrow as those of other processors.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[plot]" -C cmake.define.NARROW=ON
+	@echo "Setting up $(VENV), once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) "pip>=25.1"
+	$(call with_dots,'Compiling the kernels$(comma) about a minute on two cores',$(PIP) -e ".[plot]" -C cmake.define.NARROW=OFF)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev
+	$(call with_dots,'Compiling and installing what the tests need$(comma) about a minute',$(PIP) -e . -C cmake.define.NARROW=ON --group dev)
 	@touch $@
 
 run: $(VENV)/.run  ## normalize the bundled real data, forward and backward, and check every number
-	$(BIN)/stablenorm run
-	@echo 'The command is $(BIN)/stablenorm: $(BIN)/stablenorm check my_norm.py'
+	@echo 'Computing, timing and checking the bundled data: a few seconds.'
+	@mkdir -p build
+	@$(BIN)/stablenorm run --html build/run.html
 
 test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 	$(BIN)/ruff check .
@@ -64,7 +71,6 @@ sanitize:  ## the kernels under sanitizers of memory, arithmetic and threads: 6 
 	$(call sanitized,memory,-fsanitize=address --param asan-stack=0 --param asan-instrumentation-with-call-threshold=0)
 	$(call sanitized,arithmetic,-fsanitize=undefined -fno-sanitize=null$(comma)object-size$(comma)bounds)
 	$(call sanitized,threads,-fsanitize=thread)
-comma := ,
 define sanitized
 $(CXX) $(NATIVE_FLAGS) $(2) -DALONE $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c) -Isrc/stablenorm/native $(ALONE) -o build/sanitize/$(1)
 $(if $(filter threads,$(1)),,build/sanitize/$(1) | diff tests/kernels.txt -)

@@ -3,7 +3,7 @@ Pictures of the documentation: `make figures`.
 
 docs/_static/offset-light.svg and -dark.svg, for the first page: the right bits of y over the mean of the row, for three
 methods. docs/figures/gradient_steps.svg: the error of a finite difference over its step. `make bench` draws
-docs/figures/speed.svg with `draw_speed`.
+docs/_static/speed-light.svg and -dark.svg with `draw_speed`.
 """
 
 from __future__ import annotations
@@ -123,16 +123,21 @@ def draw_steps() -> None:
 
 
 def draw_speed(lines: Mapping[tuple[str, str], list[tuple[int, float]]]) -> None:
-    """Draw the time of each peer over ours, by direction, over the bytes of x."""
-    looks = {"PyTorch": "#d5604f", "plain NumPy": "#2f86c9", "forward": "o-", "backward": "s--"}
-    with drawing(DOCS / "figures" / "speed.svg", (6.4, 3.8), "#808890") as axes:
-        for (peer, direction), points in lines.items():
-            look = {"color": looks[peer], "label": f"{peer}, {direction}"}
-            axes.loglog(*zip(*points, strict=True), looks[direction], **look)
-        axes.axhline(1, color="#808890", lw=1)
-        axes.set(xlabel="bytes of x, float32", ylabel="their time over ours")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.legend(frameon=False, fontsize=10)
+    """Draw the time of each peer over ours, by direction, over the bytes of x, for light and for dark pages."""
+    # The colors of the first picture.
+    colors = {"PyTorch": LINES[1][-1], "plain NumPy": LINES[0][-1]}
+    looks: Any = {"forward": ("o-", 2.6), "backward": ("s--", 1.8)}
+    for theme, ink in INKS.items():
+        with drawing(DOCS / "_static" / f"speed-{theme}.svg", (6.4, 4.0), ink) as axes:
+            for (peer, direction), points in lines.items():
+                dash, width = looks[direction]
+                look = {"color": colors[peer][theme], "label": f"{peer}, {direction}", "lw": width}
+                axes.loglog(*zip(*points, strict=True), dash, ms=5, **look)
+            axes.axhline(1, color=ink, lw=1)
+            axes.set(xlabel="bytes of x, float32", ylabel="their time over ours")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False)
 
 
 def main() -> None:

@@ -29,14 +29,20 @@ def page(run: dict[str, Any], results: Sequence[Result]) -> str:
     agreement = f"Largest part of that tolerance used: {used}. " + (
         f"Not timed, because results disagreed: {refused}." if refused else "All agreed."
     )
-    return f"""![Time of PyTorch and of plain NumPy divided by the time of stablenorm, over the size of x: above 1 in most \
-places, below 1 where PyTorch is faster.](../figures/speed.svg)
+    alt = (
+        "Time of PyTorch and of plain NumPy divided by the time of stablenorm, over the size of x: above 1 in most "
+        "places, below 1 where PyTorch is faster."
+    )
+    pictures = "\n".join(
+        f"![{alt}](../_static/speed-{theme}.svg){{.only-{theme}}}" for theme in ("light", "dark")
+    )
+    return f"""{pictures}
 
 *Above 1, a peer takes longer than stablenorm; below 1, it is faster. Each point is a shape of the tables below.*
 
 {origin_line("make bench", run)}{missing}
-
-{HOW.format(threads=run["threads"], agreement=agreement)}
+"1.6x faster": their median is 1.6 times ours. **"1.2x slower"**, in bold: our median is 1.2 times theirs. Times are medians,
+with their quartiles in brackets: [how it was measured](#how-it-was-measured).
 
 ## One call on (1, 1, 64)
 
@@ -65,12 +71,14 @@ places, below 1 where PyTorch is faster.](../figures/speed.svg)
 ## Over n, at 256 MiB
 
 {_sweep(pairs(results, "n"))}
+
+## How it was measured
+
+{HOW.format(threads=run["threads"], agreement=agreement)}
 """
 
 
-HOW = """How to read it:
-
-- A time is the median over rounds, in two digits, with the quartiles in brackets. In a round every
+HOW = """- A time is the median over rounds, in two digits, with the quartiles in brackets. In a round every
   candidate runs once, in an order that rotates. Before each sample there is a pause and 10 ms of calls
   that are not counted. A sample lasts 0.3 ms or one call, whichever is longer (`stablenorm.timing`).
 - "1.6x faster": their median is 1.6 times ours. **"1.2x slower"**, in bold: our median is 1.2 times theirs.

@@ -9,6 +9,7 @@ README.md; `--render` reads the file instead of measuring.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -80,7 +81,9 @@ def stability_table(name: str, rows: Cells) -> str:
         rows = {column: {subject: rows[subject][column] for subject in rows} for column in columns}
         columns = list(next(iter(rows.values())))
     lines = [[title, *(figure(cells[c], name) for c in columns)] for title, cells in rows.items()]
-    return table(["", *columns], lines)
+    # Powers as formulas: "10^4 + N".
+    heads = [re.sub(r"10\^(\d)", r"$10^\1$", column) for column in columns]
+    return table(["", *heads], lines)
 
 
 def correct_digits(error: float) -> str:

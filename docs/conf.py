@@ -29,6 +29,7 @@ extensions = [
     "numpydoc",
     "public_names",
     "sphinx.ext.autodoc",
+    "sphinx_copybutton",
     "tables",
 ]
 exclude_patterns = ["_build", "_ext", "_static", "figures"]
@@ -52,6 +53,10 @@ numpydoc_validation_checks = set()
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 # Down to ###: what pages link to.
 myst_heading_anchors = 3
+
+# The copy button leaves prompts and output away.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "stablenorm"

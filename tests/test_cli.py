@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -14,15 +15,15 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from interpreter import run_python
 
 import stablenorm.cli.files
-import stablenorm.cli.run as job
 import stablenorm.diagnosis
-from stablenorm import backends, cost, layer_norm, layer_norm_forward, memory, timing
+from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
-from stablenorm.cli import main
-from stablenorm.memory import get_idle_limit, set_idle_limit
+from stablenorm.cli import main, story
+from stablenorm.memory import set_idle_limit
 from stablenorm.testing import near_midpoints
 from stablenorm.testing.plain import plain_backward, plain_forward
 
@@ -42,14 +43,15 @@ SWAPPED = X.astype(X.dtype.newbyteorder())
 @pytest.mark.parametrize(
     ("arrays", "options", "words"),
     [
-        ({}, "--kind layer", "E[x^2]|check_layer_norm in float64|All checks passed."),
-        ({}, "--kind rms", ", RMS norm;|check_rms_norm in float64|All checks passed."),
+        ({}, "--verbose", "and the gradients are right.|bundled): x 4 x 17 x 384 float32|E[x^2]|would have been seen|gradients PASS"),
+        ({}, "--kind rms", ", RMS norm;|and the gradients are right."),
         # The checker once took big-endian float32 for a finer dtype: a false alarm.
-        ({"x": SWAPPED, "gamma": SWAPPED[0], "dy": SWAPPED}, "", "All checks passed."),
+        ({"x": SWAPPED, "gamma": SWAPPED[0], "dy": SWAPPED}, "", "the gradients are right."),
         # A dx beyond the largest float32 is correctly rounded to infinity; only the oracle can judge it.
-        ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "", "an output overflows|No check failed."),
+        ({"x": X * np.float32(1e-42), "eps": 0.0, "dy": X}, "", "an output overflows|no gradient was judged"),
         ({"x": X, "weight": X[0], "gamma": X[1], "bias": X[2]}, "",
          "no dy in the file: random N(0, 1), seed 0; not used: bias, weight"),
+        ({"h": X, "other": X}, "--member h", "in.npz: x 3 x 5 float32|not used: other"),
     ],
 )  # fmt: skip
 def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, tmp_path, capsys):
@@ -57,9 +59,26 @@ def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, 
     assert main(["run", *file, *options.split()]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [phrase for phrase in words.split("|") if phrase not in out] == []
+    assert out.startswith("PASS: y, dx")
     # The report names the norm, and shows the methods of that norm alone.
-    assert (", RMS norm;" in out) == ("rms" in options)
-    assert "E[x^2]" not in out or "rms" not in options
+    assert (", RMS norm;" in out) == ("rms" in options) == ("E[x^2]" not in out)
+
+
+def test_the_story_is_one_screen_and_its_words_agree(capsys):
+    assert main(["run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # And one for the page.
+    assert len(lines) <= 31
+    assert [line for line in lines if len(line) > 90 or line != line.rstrip()] == []
+    names = " ".join(line[:10] for line in lines).split()
+    assert names[-8:] == ["data", "time", "right?", "harder", "gradients", "cost", "fused", "next"]
+    rows = (re.fullmatch(r" {10}(\w.*?) +(\d) +(\d) +(\d) +(\d)", line) for line in lines)
+    digits = {row[1]: [int(row[k]) for k in range(2, 6)] for row in rows if row}
+    # The same rows with a larger mean: what README promises.
+    assert digits["stablenorm"] == [7, 7, 7, 7]
+    assert digits["plain NumPy"] == sorted(digits["plain NumPy"], reverse=True)
+    assert digits["plain NumPy"][2] <= 4
+    assert digits["E[x^2] - E[x]^2"][2:] == [0, 0]
 
 
 @pytest.mark.filterwarnings("always")
@@ -70,8 +89,8 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
         warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
         return compute(problem)
 
-    compute = job.Problem.compute
-    monkeypatch.setattr(job.Problem, "compute", warn)
+    compute = story.Problem.compute
+    monkeypatch.setattr(story.Problem, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 
@@ -140,10 +159,9 @@ def test_run_asks_for_the_memory_that_it_takes(shape, dtype, tmp_path, monkeypat
     monkeypatch.setattr(stablenorm.cli.files, "check_memory", asked.append)
     # Leave out what does not grow with x, as the first run does; let tracemalloc see all results.
     monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 1 << 12)
-    monkeypatch.setattr(job, "_ORACLE_ELEMENTS", 100)
-    monkeypatch.setattr(job, "_CHECK_ELEMENTS", 100)
-    request.addfinalizer(partial(memory.set_idle_limit, memory.get_idle_limit()))
-    memory.set_idle_limit(0)
+    for name in ("ORACLE", "CHECK", "HARDER", "TIMED"):
+        monkeypatch.setattr(story, f"_{name}_ELEMENTS", 100)
+    request.addfinalizer(partial(set_idle_limit, set_idle_limit(0)))
     assert main(["run", save(tmp_path, x=X)]) == 0
     save(tmp_path, x=np.random.default_rng(0).standard_normal(shape).astype(dtype))
     tracemalloc.start()
@@ -168,14 +186,15 @@ def test_a_wrong_result_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
 
         return call
 
-    forward, backward, *others = job.NORMS["layer"]
+    forward, backward, *others = story.NORMS["layer"]
     pair = (broken(forward), backward) if wrong == "y" else (forward, broken(backward))
-    monkeypatch.setitem(job.NORMS, "layer", (*pair, *others))
+    monkeypatch.setitem(story.NORMS, "layer", (*pair, *others))
     path = save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)
     # The picture of the page takes a second.
     assert main(["run", path, *["--html", "page.html"] * (wrong == "y")]) == 1
     assert "A CHECK FAILED." in capsys.readouterr().out
-    assert wrong != "y" or re.search(r'bold">\s*FAIL\b', Path("page.html").read_text("utf8"))
+    page = Path("page.html").read_text("utf8") if wrong == "y" else ""
+    assert wrong != "y" or ('"verdict FAIL">A CHECK' in page and '<td class="FAIL">FAIL' in page)
 
 
 @pytest.mark.parametrize("mode", ["fast", "nearest", "broken nearest"])
@@ -186,13 +205,13 @@ def test_misrounded_elements_are_counted_and_fail_nearest(mode, capsys, tmp_path
     *_, rounding = mode.split()
     if "broken" in mode:
         fast = lambda *a, **_: layer_norm_forward(*a)
-        monkeypatch.setitem(job.NORMS, "layer", (fast, *job.NORMS["layer"][1:]))
+        monkeypatch.setitem(story.NORMS, "layer", (fast, *story.NORMS["layer"][1:]))
     path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
     assert main(["run", path, "--rounding", rounding]) == ("broken" in mode)
     shown = " ".join(capsys.readouterr().out.split())
     missed = int(mode != "nearest")
-    assert f'Rounding "{rounding}".' in shown
-    assert re.search(rf" y [^P]* {missed} of {case.x.size} (PASS|FAIL)", shown)
+    assert f"rounding {rounding}" in shown
+    assert re.search(rf" y +(PASS|FAIL) [^a-z]* {missed} of {case.x.size} ", shown)
     assert ("A CHECK FAILED" in shown) == ("broken" in mode)
 
 
@@ -205,21 +224,37 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     assert "exit status:" in shown
     assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     assert [line for line in shown.splitlines() if len(line) > 80] == []
-    # Without a command, usage lists all commands.
-    assert main([]) == 2
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out == shown
+    # Without a command, the help lists all commands.
+    assert (main([]), main(["help"])) == (2, 0)
     out, err = capsys.readouterr()
-    assert (out, err[:17]) == ("", "usage: stablenorm")
-    assert re.search(rf"^    {command}\b", err, re.MULTILINE)
+    assert (out[:17], err) == ("usage: stablenorm", "")
+    assert re.search(rf"^    {command}\b", out, re.MULTILINE)
 
 
-def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
+@pytest.mark.parametrize("width", [60, 100])
+@pytest.mark.parametrize("command", ["run", "diagnose --dtype float16", "bench --shape 2 8"])
+def test_no_line_is_padded_or_too_wide(command, width, capsys, monkeypatch):
+    """Tables were padded, and paragraphs one line of 350 characters, where no terminal is."""
     monkeypatch.setenv("COLUMNS", "60")
-    assert main(["diagnose", "--dtype", "float16"]) == 0
-    out, err = capsys.readouterr()
-    # A path is one word, and may be longer.
-    assert [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()] == []
-    assert err == ""
-    assert "E[x^2] - E[x]^2" in " ".join(out.split())
+    if width == 100:
+        monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(timing, "measure_interleaved", call_once)
+    assert main(command.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # Tables and words such as paths are not broken.
+    lines = [line for line in lines if width == 100 or "  " not in line.strip()]
+    assert [line for line in lines if len(line) > width and " " in line.strip()] == []
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_an_interrupt_during_imports_is_one_line():
+    """Ctrl-C in the first tenth of a second once printed a traceback of twelve lines."""
+    code = "import sys; sys.meta_path.insert(0, type('', (), {'find_spec': stop})()); import stablenorm_command; sys.exit(stablenorm_command.main())"
+    stop = "def stop(self, name, *_):\n    if name == 'stablenorm': raise KeyboardInterrupt\n"
+    done = run_python(stop + code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stablenorm: interrupted\n")
 
 
 # ---- bench, costs, the page of run ----
@@ -237,8 +272,8 @@ def test_bench_writes_every_combination(monkeypatch):
     monkeypatch.setattr(timing, "measure_interleaved", call_once)
     monkeypatch.setattr("stablenorm.threads._chosen", None)
     # The copy of 2^31 parts once never ended.
-    copied = lambda threads: 1e9 if threads <= os.cpu_count() else pytest.fail("too many parts")
-    monkeypatch.setattr(timing, "measure_copy", copied)
+    copied = lambda *_: print if _[2] <= os.cpu_count() else pytest.fail("too many parts")
+    monkeypatch.setattr(timing, "make_copy", copied)
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
     dtypes = "--dtype", "float32", "--dtype", "bfloat16"
     shapes = "--shape", "2", "3", "8", "--shape", "16"
@@ -248,10 +283,11 @@ def test_bench_writes_every_combination(monkeypatch):
         == 0
     )
     written = json.loads(Path("r.json").read_text())
-    # Two of each: shapes, dtypes, directions, roundings, fresh and out=.
-    assert len(written["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
+    # Two of each: shapes, dtypes, directions; plain NumPy, two roundings fresh and with out=, a copy.
+    assert len(written["rows"]) == 2 * 2 * 2 * (1 + 2 * 2 + 1)
     for row in written["rows"]:
-        nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
+        is_backward = row["direction"] == "backward" and row["call"] != "a copy of x"
+        nbytes = (2 + is_backward) * np.prod(row["shape"])
         nbytes *= 2 if row["dtype"] == "bfloat16" else 4
         assert row["bytes_per_second"] == pytest.approx(nbytes / row["seconds"])
 
@@ -259,8 +295,7 @@ def test_bench_writes_every_combination(monkeypatch):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
     # No memory of earlier results may be reused: tracemalloc would not see it.
-    request.addfinalizer(partial(set_idle_limit, get_idle_limit()))
-    set_idle_limit(0)
+    request.addfinalizer(partial(set_idle_limit, set_idle_limit(0)))
     shape = 1000, 768
     x, dy = np.random.default_rng(0).standard_normal((2, *shape)).astype(dtype)
     norm, pull = FUNCTIONS[kind]
@@ -296,7 +331,8 @@ def test_a_page_is_whole_and_fetches_nothing(capsys):
     # The page is XML as well.
     elements = list(ET.fromstring(source).iter())
     count = [element.tag.rpartition("}")[2] for element in elements].count
-    assert (count("svg"), count("script"), count("h1"), count("pre")) == (1, 0, 1, 1)
+    assert (count("svg"), count("script"), count("h1"), count("pre")) == (3, 0, 1, 0)
+    assert count("table") == 2
     fetched = [value for element in elements for key, value in element.items()
                if key.rpartition("}")[2] in {"src", "href", "action"}]  # fmt: skip
     assert all(value.startswith(("#", "data:")) for value in fetched)
@@ -304,5 +340,28 @@ def test_a_page_is_whole_and_fetches_nothing(capsys):
     # The terminal and the page show the same report.
     shown = capsys.readouterr().out
     assert Path("page.html").resolve().as_uri() in shown
-    words = "bits of y lost, of 24", "Against the exact result", "Counted: 3 rows of 5, float32"
+    words = "finite differences in float64, on 3 rows", "digits of y left on the same rows"
     assert all(phrase in shown and phrase in source for phrase in words)
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), "")
+# Loads the page in a frame of a width, and writes what is wider, or cut, into its own body.
+FRAME = """<iframe style="width:{width}px;height:9000px;border:0" srcdoc="{page}"></iframe><script>onload = () => {{
+const page = document.querySelector("iframe").contentDocument, cut = []
+const edge = page.documentElement.clientWidth
+if (page.documentElement.scrollWidth > edge) cut.push("the page")
+for (const one of page.querySelectorAll("h1,h2,p,svg,.scroll,svg text"))
+  if (one.getBoundingClientRect().right > edge + 1) cut.push(one.textContent.slice(0, 30))
+document.body.innerHTML = "<p>" + page.querySelectorAll("svg").length + " " + cut + "</p>" }}</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no browser")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_of_the_page_is_cut_in_a_browser(width):
+    assert main(["run", "--html", "page.html"]) == 0
+    page = html.escape(Path("page.html").read_text("utf8"))
+    Path("frame.html").write_text(FRAME.format(width=width, page=page), "utf8")
+    options = "--headless --no-sandbox --disable-gpu --dump-dom --window-size=1400,900"
+    command = [BROWSER, *options.split(), "--user-data-dir=profile", "frame.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert "<p>5 </p>" in done.stdout

@@ -246,7 +246,7 @@ def test_nothing_is_computed_before_it_is_asked_for():
         *((lambda x, options=options: sn.layer_norm_backward(x, sn.layer_norm_forward(x)[1], **options), ValueError,
            f"{next(iter(options))} cannot be combined with a Dask array.*; ")
           for options in ({"sum_axes": 0}, {"accumulate": True}, {"out": (1, None, None)})),
-        (sn.diagnose, TypeError, r"x must be an array in memory, got a Dask array; pass x.compute\(\)"),
+        (sn.diagnose, TypeError, r"x must be in memory here, got a Dask array; pass x.compute\(\)"),
         (lambda x: sn.layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),
     ],
 )  # fmt: skip

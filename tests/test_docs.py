@@ -134,7 +134,7 @@ def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp
 # ---- the examples, and the code blocks of the pages on checking ----
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("check_*.py"))
-CHECKING = ("how-to/check-your-backward", "explanation/gradient-checking")
+CHECKING = ("how-to/check-your-backward", "explanation/gradient-checking", "how-to/train")
 
 
 def load(name):
@@ -179,6 +179,10 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
         if kind == "python" and (file := re.match(r"# (\w+\.py)\n", text)):
             Path(file[1]).write_text(text, encoding="utf-8")
             files.add(file[1])
+            if "print(" in text:
+                printed = subprocess.run(
+                    [sys.executable, file[1]], capture_output=True, text=True, check=True
+                ).stdout
         elif kind == "python":
             out = io.StringIO()
             with redirect_stdout(out):
@@ -193,6 +197,11 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
             printed = capsys.readouterr().out
     for file in files:
         sys.modules.pop(file.removesuffix(".py"), None)
+
+
+def test_the_example_that_run_names_has_the_mistake_that_it_says(capsys):
+    assert main(["check", str(ROOT / "examples" / "my_norm.py")]) == 1
+    assert "the mean of g is missing from dx" in capsys.readouterr().out
 
 
 # A mistake in the kernel, as text to replace and its replacement, and the test that must fail.

@@ -14,7 +14,7 @@ from numpy.dtypes import StringDType
 from test_native import PLACE, Control, known
 
 import stablenorm as sn
-from stablenorm.memory import get_idle_limit, set_idle_limit
+from stablenorm.memory import set_idle_limit
 from stablenorm.types import Cache, Norm, Statistics
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
@@ -42,10 +42,10 @@ def test_threads_of_the_environment_are_in_range(count):
 
 
 def test_an_idle_limit_is_in_range_where_it_is_set():
-    before = get_idle_limit()
+    before = set_idle_limit(2**20)
     with pytest.raises(ValueError, match=f"nbytes must be at most {sys.maxsize}"):
         set_idle_limit(10**30)
-    assert get_idle_limit() == before
+    assert set_idle_limit(before) == 2**20
 
 
 @pytest.mark.parametrize("axis", [10**30, (-(10**30),), (0, 10**5000), -(2**63)], ids=hash)

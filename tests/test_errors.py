@@ -40,7 +40,10 @@ def layer(shape=4, **options):
 
 FORWARD = [
     ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64; pass np.asarray\\(x, np.float32\\)"),
-    ({"gamma": (8,)}, TypeError, "got int64; pass np.asarray\\(gamma, np.float32\\). If it is PyTorch's normalized_shape, leave it out"),
+    *(({"gamma": shape} | more, TypeError, r"normalized_shape has no place here, got .*8.*; write layer_norm\(x, gamma, beta, eps=1e-5\)")
+      for shape in ((8,), 8, (3, 8)) for more in ({}, {"beta": ROW, "eps": ROW})),
+    ({"gamma": 1e-5}, TypeError, "the second argument is gamma, an array, got 1e-05; eps is a keyword: write layer_norm"),
+    ({"gamma": ROW, "beta": 1e-6}, TypeError, "the third argument is beta, an array, got 1e-06; eps is a keyword: write"),
     *(({"x": X.astype(kind)}, TypeError, f"got {np.dtype(kind)}") for kind in (bool, complex, object, np.longdouble)),
     ({"x": np.ma.masked_array(X)}, TypeError, "x must be a plain array, got a masked one"),
     ({"x": np.float32(1)}, ValueError, "axis must name axes of x, which has 0 dimensions, got -1"),
@@ -52,7 +55,7 @@ FORWARD = [
     ({"gamma": np.ones((1, 2, 3, 4))}, ValueError, r"broadcast against \(2, 3\), got \(1, 2, 3, 4\)"),
     ({"gamma": np.ones(4, int)}, TypeError, "gamma must be float16.*got int64"),
     ({"beta": np.float32(1)}, ValueError, r"beta must have shape \(4,\).*got \(\)"),
-    ({"axis": 3}, ValueError, "axis must name axes of x, which has 3 dimensions, got 3"),
+    *(({"axis": axis}, ValueError, f"axis must name axes of x, which has 3 dimensions, got {axis}") for axis in (3, -4)),
     ({"axis": (0, -3)}, ValueError, r"each once, got \(0, -3\)"),
     ({"axis": ()}, ValueError, "at least one axis"),
     ({"axis": 1.0}, TypeError, "axis must be an int or a tuple of ints, got 1.0"),
@@ -72,6 +75,7 @@ FORWARD = [
     ({"where": [[True], [True, False]]}, ValueError, "where must be .*unequal length"),
     ({"where": np.ones((2, 3, 1), int)}, TypeError, "bool, got int64; .* where=mask != 0"),
     ({"where": np.ma.array(X > 0, mask=X > 0)}, TypeError, "a plain array, got a masked one"),
+    ({"where": X[..., 0] > 0}, ValueError, r"of x, \(2, 3, 4\), got \(2, 3\); for whole rows pass where\[\.\.\., None\]"),
     ({"where": X[0, :, :3] > 0}, ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(3, 3\)"),
     ({"where": np.ones((5, *X.shape), bool)}, ValueError, r"broadcast to the shape of x.*got \(5, 2, 3, 4\)"),
     ({"where": np.arange(4) > 1, "rounding": "nearest"}, ValueError, FAST),
@@ -83,7 +87,9 @@ FORWARD = [
     ({"out": X, "residual": X}, ValueError, "out must not share memory with residual"),
 ]  # fmt: skip
 BACKWARD = [
-    ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\), that of the y of this cache, got \(1, 3, 4\)"),
+    ({"dy": X[:1]}, ValueError, r"that of the y of this cache, got \(1, 3, 4\); pass np.broadcast_to\(dy, \(2, 3, 4\)\)"),
+    ({"dy": X.reshape(6, 4)}, ValueError, r"dy must have shape \(2, 3, 4\), .* got \(6, 4\); pass dy.reshape\(2, 3, 4\)"),
+    ({"dy": X[..., :3]}, ValueError, "pass the gradient of that y"),
     ({"dy": X.astype(int)}, TypeError, "dy must be float16.*got int64"),
     ({"cache": RMS}, ValueError, "cache must be of layer_norm_forward; pass this one to rms"),
     ({"cache": None}, TypeError, r"must be the Cache .*got NoneType; write y, cache = layer_norm_forward\(\.\.\.\)"),
@@ -91,9 +97,11 @@ BACKWARD = [
     ({"cache": (X, CACHE)}, TypeError, "cache must be the Cache .*got tuple; this is all that layer_norm_forward"),
     ({"dy": CACHE, "cache": X}, TypeError, "cache must be the Cache .*got ndarray; the two are swapped"),
     ({"wrt": ("x", "bias")}, ValueError, "wrt must name some of 'x', 'gamma', 'beta', got 'bias'"),
+    ({"wrt": "dx"}, ValueError, "got 'dx'; write wrt='x'"),
     ({"wrt": 3}, ValueError, "'beta', got 3"),
     ({"wrt": [X]}, ValueError, "wrt must name"),
-    ({"out": 3}, TypeError, "out must have three .*int"),
+    *(({"out": out}, TypeError, rf"out must have three .*got {said}; for dx alone pass out=\(dx, None, None\)")
+      for out, said in ((3, "int"), (X.copy(), "ndarray"))),
     ({"out": (None, None)}, ValueError, "out must have three entries, for dx, dgamma and dbeta, got 2"),
     ({"out": (np.empty((2, 3), np.float32), None, None)}, ValueError, r"out.dx must have shape \(2, 3, 4\)"),
     ({"out": (None, np.empty(4, int), None)}, TypeError, "out.dgamma must be float16, .* got int64"),
@@ -154,6 +162,11 @@ TABLE = [
     (sn.rms_norm, {"gamma": ROW, "gamma_offset": np.inf}, ValueError, "gamma_offset must be finite, got inf"),
     (lambda x: sn.rms_norm_backward(x, CACHE), {}, ValueError, "cache must be of rms_norm_forward; pass this one to layer"),
     (lambda x: sn.rms_norm_backward(x, (x, RMS)), {}, TypeError, r"write y, cache = rms_norm_forward\(\.\.\.\)"),
+    (lambda x: sn.rms_norm(x, ROW, 1e-6), {}, TypeError, r"third argument is beta.*write rms_norm\(x, gamma, eps=1e-5\)"),
+    *((call, {"elementwise_affine": False}, TypeError, rf"^{name}\.__init__\(\) got an unexpected keyword")
+      for name, call in (("LayerNorm", partial(LayerNorm, 4)), ("RMSNorm", partial(sn.RMSNorm, 4)))),
+    (lambda x: LayerNorm(4)(x, mask=x), {}, TypeError, r"^LayerNorm\.forward\(\) got an unexpected keyword argument 'mask'"),
+    (lambda x: sn.RMSNorm(4).backward(x, dz=x), {}, TypeError, r"^RMSNorm\.backward\(\) got an unexpected"),
     (lambda x: LayerNorm(4).backward(x), {}, ValueError, "call forward"),
     (layer, {"shape": 5}, ValueError, r"gamma must have shape \(4,\)"),
     (layer, {"shape": 5, "gamma": False, "beta": False}, ValueError, r"x must have lengths \(5,\) along axis -1, got \(4,\)"),

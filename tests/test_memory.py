@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm_forward, memory
-from stablenorm.memory import empty, get_idle_bytes, get_idle_limit, set_idle_limit
+from stablenorm.memory import empty, set_idle_limit
 
 pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
@@ -19,12 +19,15 @@ NBYTES = 4 << 20
 @pytest.fixture(autouse=True)
 def limit():
     """Begin with no idle memory and room for 60 arrays; restore the limit afterwards."""
-    before = get_idle_limit()
     gc.collect(1)
-    set_idle_limit(0)
+    before = set_idle_limit(0)
     set_idle_limit(60 * NBYTES)
     yield
     set_idle_limit(before)
+
+
+def get_idle_bytes():
+    return memory._core.idle_bytes()
 
 
 def new(shape=(1024, 1024), dtype=np.float32):
@@ -51,13 +54,12 @@ def test_idle_memory_stays_within_the_limit():
     # The latest memory stays, and is reused first.
     again = [new() for _ in range(3)]
     assert all(same(place(array), at) for array, at in zip(again, places[:2:-1], strict=True))
-    set_idle_limit(0)
-    assert (get_idle_bytes(), get_idle_limit()) == (0, 0)
+    assert (set_idle_limit(0), get_idle_bytes()) == (3 * NBYTES + NBYTES // 2, 0)
     again.clear()
     assert get_idle_bytes() == 0
-    set_idle_limit(np.int64(NBYTES))
+    assert set_idle_limit(np.int64(NBYTES)) == 0
     new()
-    assert get_idle_bytes() == get_idle_limit() == NBYTES
+    assert get_idle_bytes() == NBYTES
 
 
 def test_the_default_limit_is_a_small_share_of_the_memory(monkeypatch, tmp_path):

@@ -67,7 +67,7 @@ def refuse_others(name: str, value: Any) -> None:
     if is_lazy(value):
         msg = (
             f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a "
-            "Dask array, too, where the function takes them (docs/how-to/dask.md)"
+            "Dask array, too, where the function takes them"
         )
         raise TypeError(msg)
 

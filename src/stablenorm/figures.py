@@ -1,5 +1,7 @@
 """Figures: colours that everybody tells apart, and a Matplotlib figure that needs no window."""
 
+import io
+from collections.abc import Mapping
 from typing import Any
 
 # The palette of Okabe and Ito.
@@ -14,3 +16,27 @@ def new_figure(width: float, height: float) -> Any:
         msg = 'Matplotlib is needed to plot: pip install "stablenorm[plot]"'
         raise ImportError(msg) from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_lines(title: str, lines: Mapping[str, tuple[Any, Any]], **settings: Any) -> Any:
+    """Return a figure of named lines, each its x and y, which differ by dashes as well as by colors."""
+    figure = new_figure(5, 3)
+    axes, styles = figure.subplots(), ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)))
+    for (name, both), color, style in zip(lines.items(), COLORS, styles, strict=False):
+        axes.plot(*both, ls=style, color=color, lw=2, label=name)
+    axes.set_title(title, parse_math=False)
+    axes.set(**settings)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def as_svg(figure: Any) -> str:
+    """Return a figure as SVG for a page: its text stays text, its black is the color of the page's text."""
+    import matplotlib as mpl  # noqa: PLC0415  # whoever has a figure has it
+
+    file = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue().replace("#000000", "currentColor")
+    return svg[svg.index("<svg") :]

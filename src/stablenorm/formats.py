@@ -1,5 +1,6 @@
 """The four floating-point formats, once. Only the oracle has a table of its own."""
 
+import math
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -15,6 +16,11 @@ class Format(NamedTuple):
     digits: int
     emin: int
     emax: int
+
+    @property
+    def decimals(self) -> int:
+        """The decimal digits that every number has."""
+        return int(self.digits * math.log10(2))
 
     @property
     def largest(self) -> float:
@@ -55,8 +61,6 @@ def check_dtype(name: str, array: NDArray[Any]) -> None:
         cure = (
             f"; pass np.asarray({name}, np.{known[kind]})" if is_argument and kind in known else ""
         )
-        if cure and name == "gamma" and array.ndim < 2 and array.size < 4 and kind not in "gO":
-            cure += ". If it is PyTorch's normalized_shape, leave it out: axis= takes its place"
         msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{cure}"
         raise TypeError(msg)
 
@@ -66,3 +70,14 @@ def parse(dtype: DTypeLike) -> np.dtype[Any]:
     if isinstance(dtype, str) and dtype == "bfloat16":
         return BFLOAT16.dtype
     return np.dtype(dtype)
+
+
+def count_digits(ulps: NDArray[Any], results: NDArray[Any]) -> int:
+    """Return the correct decimal digits of the worst of some results, relative to the largest, given errors in ulp."""
+    most, sizes = format_of(results.dtype).decimals, np.abs(results)
+    if ulps.max(initial=0.0) <= 0.5:
+        return most
+    with np.errstate(all="ignore"):
+        worst = (ulps * np.spacing(sizes).astype(float)).max() / sizes.astype(float).max()
+        # NaN has no digit.
+        return int(np.nan_to_num(-np.log10(worst)).clip(0, most))

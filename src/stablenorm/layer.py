@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -11,7 +14,7 @@ from stablenorm.api import FUNCTIONS
 from stablenorm.arrays import convert
 from stablenorm.formats import check_dtype, parse
 from stablenorm.functional.checks import checked_norm
-from stablenorm.types import Array, Cache, Norm, Rounding, check_count
+from stablenorm.types import NAMES, Array, Cache, Name, Norm, Rounding, check_count
 
 
 class _Layer:
@@ -19,9 +22,17 @@ class _Layer:
 
     _kind: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        # Python's messages name a function by its __qualname__: it is to be that of a public class.
+        for shared in (_Layer.__init__, _Layer.forward, _Layer.backward):
+            own = FunctionType(shared.__code__, shared.__globals__, argdefs=shared.__defaults__)
+            own.__kwdefaults__ = shared.__kwdefaults__
+            setattr(cls, shared.__name__, functools.update_wrapper(own, shared))
+            own.__qualname__ = f"{cls.__name__}.{shared.__name__}"
+
     def __init__(
         self, shape: int | tuple[int, ...], eps: float = 1e-5,
-        *, axis: int | tuple[int, ...] | None = None, gamma: bool = True, beta: bool = True,
+        *, axis: int | tuple[int, ...] | None = None, gamma: bool = True, beta: bool | None = None,
         dtype: DTypeLike = np.float32, gamma_offset: float = 0.0, rounding: Rounding = "fast",
     ) -> None:  # fmt: skip
         lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
@@ -43,25 +54,27 @@ class _Layer:
         self.parameters: dict[str, Array] = {}
         if gamma:
             self.parameters["gamma"] = (ones - self.gamma_offset).astype(ones.dtype)
-        if beta:
+        if beta or (beta is None and self._kind == "layer"):
             self.parameters["beta"] = np.zeros_like(ones)
         self.gradients: dict[str, Array] = {}
         self.cache: Cache | None = None
 
     def __repr__(self) -> str:
-        """Return the shape and eps of this layer."""
-        return f"{type(self).__name__}({self.shape}, eps={self.eps}, axis={self.axis})"
+        """Return the shape, the options and the names of the parameters."""
+        return (
+            f"{type(self).__name__}({self.shape}, eps={self.eps}, axis={self.axis}, gamma_offset={self.gamma_offset}, "
+            f"rounding={self.rounding!r}; {', '.join(self.parameters) or 'no parameters'})"
+        )
 
-    def forward(self, x: ArrayLike, **options: Any) -> Array:
-        """
-        Return the normalized `x`, and remember what `backward` needs.
-
-        `options` are `residual` and `where`, as for `layer_norm_forward`.
-        """
+    def forward(
+        self, x: ArrayLike, *, residual: ArrayLike | None = None, where: ArrayLike | None = None
+    ) -> Array:
+        """Return the normalized `x`, and remember what `backward` needs; the keywords are those of `layer_norm_forward`."""
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
         y, cache = FUNCTIONS[self._kind][0](
             x, gamma, beta, self.eps,
-            axis=self.axis, gamma_offset=self.gamma_offset, rounding=self.rounding, **options,
+            axis=self.axis, gamma_offset=self.gamma_offset, rounding=self.rounding,
+            residual=residual, where=where,
         )  # fmt: skip
         lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
         if lengths != self.shape:
@@ -70,14 +83,25 @@ class _Layer:
         self.cache = cache
         return y
 
-    __call__ = forward
+    def __call__(self, x: ArrayLike, **options: Any) -> Array:
+        """Return what `forward` returns."""
+        return self.forward(x, **options)
 
-    def backward(self, dy: ArrayLike, *, dsum: ArrayLike | None = None) -> Array:
-        """Return dx for the latest `forward`, and set `gradients`; `dsum` as for `layer_norm_backward`."""
+    def backward(
+        self, dy: ArrayLike, *, wrt: Sequence[Name] = NAMES, out: Sequence[Array | None] | None = None,
+        dsum: ArrayLike | None = None, accumulate: bool = False,
+    ) -> Array:  # fmt: skip
+        """
+        Return dx for the latest `forward`, and set `gradients`; the keywords are those of `layer_norm_backward`.
+
+        dx is None if `wrt` leaves it out.
+        """
         if self.cache is None:
             msg = "backward needs a forward before it, got none; call forward(x) first"
             raise ValueError(msg)
-        dx, dgamma, dbeta = FUNCTIONS[self._kind][1](dy, self.cache, dsum=dsum)
+        dx, dgamma, dbeta = FUNCTIONS[self._kind][1](
+            dy, self.cache, wrt=wrt, out=out, dsum=dsum, accumulate=accumulate
+        )
         named = {"gamma": dgamma, "beta": dbeta}
         self.gradients = {name: value for name, value in named.items() if value is not None}
         return cast(Array, dx)
@@ -135,7 +159,8 @@ class LayerNorm(_Layer):  # numpydoc ignore=PR02
     _kind = "layer"
 
 
-class RMSNorm(_Layer):
+# The same.
+class RMSNorm(_Layer):  # numpydoc ignore=PR02
     """
     RMS normalization with its own gamma and, if wanted, beta.
 
@@ -158,8 +183,3 @@ class RMSNorm(_Layer):
     """
 
     _kind = "rms"
-
-    def __init__(
-        self, shape: int | tuple[int, ...], eps: float = 1e-5, *, beta: bool = False, **others: Any
-    ) -> None:
-        super().__init__(shape, eps, beta=beta, **others)

@@ -63,14 +63,20 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)
 
 
-def set_idle_limit(nbytes: int) -> None:
+def set_idle_limit(nbytes: int) -> int:
     """
-    Set how much memory of large results may be kept while nobody uses it.
+    Set how much memory of large results may be kept while nobody uses it, and return the old limit.
 
     Parameters
     ----------
     nbytes : int
         From 0 to `sys.maxsize`. With 0, nothing is kept, and what is idle is released at once.
+
+    Returns
+    -------
+    int
+        The limit before: at first 512 MiB, or if less a sixteenth of the memory of the machine, of the
+        container, or of the limit of the Dask worker that this process is.
 
     Raises
     ------
@@ -84,29 +90,15 @@ def set_idle_limit(nbytes: int) -> None:
 
     Examples
     --------
-    >>> from stablenorm.memory import get_idle_bytes, get_idle_limit, set_idle_limit
-    >>> before = get_idle_limit()
-    >>> set_idle_limit(0)
-    >>> get_idle_limit(), get_idle_bytes()
-    (0, 0)
+    >>> from stablenorm.memory import set_idle_limit
+    >>> before = set_idle_limit(0)
     >>> set_idle_limit(before)
+    0
     """
     global _limit  # noqa: PLW0603  # the one setting of the process
-    _limit = check_count("nbytes", nbytes, least=0, cure="for 1 GiB give 2**30, to keep nothing 0")
+    cure = "for 1 GiB give 2**30, to keep nothing 0"
+    new, old = check_count("nbytes", nbytes, least=0, cure=cure), _limit
+    _limit = new
     if _core is not None:
-        _core.set_idle_limit(_limit)
-
-
-def get_idle_limit() -> int:
-    """
-    Return how many bytes of large results may be kept while nobody uses them.
-
-    The number that `set_idle_limit` was given; before that 512 MiB, or if less a sixteenth of the memory
-    of the machine, of the container, or of the limit of the Dask worker that this process is.
-    """
-    return default_limit() if _limit is None else _limit
-
-
-def get_idle_bytes() -> int:
-    """Return how many bytes are kept for large results now: those in use are not counted."""
-    return 0 if _core is None else int(_core.idle_bytes())
+        _core.set_idle_limit(new)
+    return default_limit() if old is None else old

@@ -55,9 +55,24 @@ def wrapped(line: str, width: int = 100) -> list[str]:
     log and a message of pytest.
     """
     indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return filled(line, width, indent)
+
+
+def filled(line: str, width: int, indent: str = "") -> list[str]:
+    """Break a line at spaces."""
     return textwrap.wrap(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Write rows of cells as lines: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.formats import parse
+from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array, Gradients, Rounding
 
 Call = Callable[[], Any]
@@ -155,6 +156,13 @@ def make_candidates(
         "forward": {"fresh": forward, "out=": partial(forward, out=y)},
         "backward": {"fresh": backward, "out=": partial(backward, out=gradients)},
     }
+
+
+def make_plain(problem: Any, kind: str = "layer") -> dict[str, Call]:
+    """Return by direction the call of plain NumPy, as one writes it."""
+    x, gamma, beta, dy = problem.x, problem.gamma, problem.beta, problem.dy
+    forward = partial(plain_forward, x, gamma, beta, kind=kind)
+    return {"forward": forward, "backward": partial(plain_backward, dy, forward()[1], kind)}
 
 
 def usable_backends() -> list[str]:

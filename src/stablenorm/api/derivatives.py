@@ -34,7 +34,7 @@ def layer_norm_jvp(
         If `cache` is no `Cache`, or a dtype is not one of the four.
     ValueError
         If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is one
-        that this function does not serve: docs/reference/layer-norm.md.
+        that this function does not serve: the page "Layer and RMS normalization" has a table.
 
     Notes
     -----
@@ -85,7 +85,7 @@ def layer_norm_double_backward(
     """
     Pull cotangents of dx, dgamma and dbeta back through `layer_norm_backward`: second order.
 
-    For gradient penalties and Hessian-vector products: docs/how-to/second-order.md.
+    For gradient penalties and Hessian-vector products: the page "Second derivatives and forward mode".
 
     Parameters
     ----------

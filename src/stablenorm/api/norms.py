@@ -35,7 +35,8 @@ def layer_norm(
     ----------
     x : array
         Input: float16, bfloat16, float32 or float64, of any dimensions, strides and byte order. Not
-        modified, unless it is `out`. With a Dask array the result is lazy: docs/how-to/dask.md.
+        modified, unless it is `out`. With a Dask array the result is lazy: the page
+        "Normalize Dask arrays".
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has them; each
         of a floating dtype of its own. Default: 1 and 0. Leading axes are as for `layer_norm_forward`.
@@ -51,7 +52,7 @@ def layer_norm(
         without kernels it is the default, with a warning. Both keep the accuracy contract, for float64
         data "numpy" with the second term of float64 arithmetic. In y and dx of up to 32 bits, all but a
         few in 10^9 elements agree, unless they nearly cancel. "cuda" is for arrays on a CUDA device,
-        which use no other backend: docs/how-to/gpu.md.
+        which use no other backend: the page "On a CUDA device".
     gamma_offset : float, default: 0
         Added to `gamma` in float64: 1 if the array holds gamma - 1. Finite. "nearest" rounds the exact
         result of that sum.
@@ -75,7 +76,7 @@ def layer_norm(
         If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has length
         zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
         `rounding` is neither of the two, `out` overlaps another argument, or what was given cannot be
-        combined: docs/reference/layer-norm.md.
+        combined: the page "Layer and RMS normalization" has a table.
     ImportError
         If ``backend="native"`` was asked for and its kernels are not built.
 
@@ -85,7 +86,7 @@ def layer_norm(
     ``|gamma| (|xhat| + mean|xhat|) + |beta|``, where gamma means ``gamma + gamma_offset``, and c is
     2**-48, or 2**-98 for float64: the second term matters only to elements that cancel almost
     completely. The others are the nearest float in all but a few in 10^9 elements of ordinary
-    float32 data. See "The accuracy contract" in the documentation.
+    float32 data. See the page "The accuracy contract".
 
     The dtype of x chooses the arithmetic. 16- and 32-bit data is computed in float64 and rounded once, float64
     data in double-double. A gamma or beta of another dtype is widened exactly. float64 rows with numbers beyond

@@ -42,17 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     of a file has no verdict, 130 if interrupted, 141 if nobody reads what it prints.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     try:
         # Import only the command in use: all four take as long as NumPy, a tenth of a second.
         parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
         if not argv:
-            parser.print_help(sys.stderr)
+            parser.print_help()
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
         check_outputs(vars(arguments))
-        # Without a terminal, no line is broken.
-        width = shutil.get_terminal_size((10_000, 1)).columns
-        rich.reconfigure(width=width, record=True)
+        # Without a terminal as wide as a log shows; with one, no wider than a reader's eye.
+        rich.reconfigure(width=min(shutil.get_terminal_size((100, 1)).columns, 100))
         with warnings.catch_warnings():
             # A warning is one line without its place in our code, which helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]

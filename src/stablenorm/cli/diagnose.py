@@ -1,7 +1,7 @@
 """
-Say what a layer norm would lose on the data in a file, and on which rows.
+Say whether a layer norm loses digits on the data in a file, and the cure.
 
-The report gives condition numbers, and the bits of y that common methods lose.
+First comes a verdict; then rows that lose digits, and what common methods lose.
 
 examples:
   stablenorm diagnose                         the bundled data
@@ -10,12 +10,12 @@ examples:
   stablenorm diagnose mine.npz --member hidden --top 3
   stablenorm diagnose a.npy --kind rms        an RMS norm
   stablenorm diagnose model.safetensors       lists the tensors
-  stablenorm diagnose a.npy --json loss.json --plot loss.png
+  stablenorm diagnose a.npy --json loss.json
 
 how to read it:
-  bits of y lost    log2 of the RMS error of y over a row, in rounding errors;
-                    0: as good as correctly rounded; all: nothing of y is left
-  condition number  factor by which a relative error of x grows in y, or in dx
+  bits of y lost  log2 of the RMS error of y over a row, in rounding errors;
+                  0: as good as correctly rounded; all: nothing of y is left
+  usual formula   the first line of the table: a mean, then a variance
 
 exit status: 0 done; 2 the file cannot be read, or it holds several arrays and
 --member is needed.
@@ -26,7 +26,6 @@ import argparse
 from stablenorm.cli import parts
 from stablenorm.cli.files import choose, list_members, read_eps
 from stablenorm.diagnosis import diagnose, lines_of
-from stablenorm.text import write_whole
 
 OPTIONS = {
     "file": "an .npy, .npz or .safetensors file; default: the bundled data",
@@ -37,7 +36,6 @@ OPTIONS = {
     "--dtype": "judge the data as of this dtype; default: its own",
     "--top": "worst rows to describe; default: 10",
     "--json": "write all figures to this file",
-    "--plot": "draw the losses into this file",
 }
 
 
@@ -50,12 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
     with parts.refusing(TypeError, ValueError):
         chosen = None if axis == [None] else tuple(axis)
         asked = {"axis": chosen, "dtype": arguments.dtype, "top": arguments.top, "kind": kind}
-        diagnosis = diagnose(member.load(), eps, **asked)
+        diagnosis = diagnose(
+            member.load(row=160), eps, **asked, progress=parts.progress("measuring")
+        )
     diagnosis.to_json(arguments.json)
-    ending = str(arguments.plot)[-3:].lower()
-    write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
     first, *others = lines_of(diagnosis)
     axes = ", ".join(map(str, diagnosis.axis))
-    parts.print_lines(f"{member.label}: {member.like.dtype}, axis {axes}")
-    parts.print_lines("", *others, bold=first)
+    parts.print_lines(
+        *others, f"{member.label}: {member.like.dtype}, axis {axes}", bold=first + "\n"
+    )
     return 0

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cli.parts import InputError, check_file, check_memory, print_table, refusing
+from stablenorm.cli.parts import InputError, check_file, check_memory, print_lines, refusing
 from stablenorm.formats import is_supported
-from stablenorm.text import printable, quantity, shape_text
+from stablenorm.text import columns, printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. The package of that name has no BF16 for NumPy.
@@ -30,12 +30,14 @@ class Member(NamedTuple):
     like: Array
     read: Callable[[], Array]
 
-    def load(self, shape: tuple[int, ...] | None = None, arrays: int = 1, column: int = 0) -> Array:
+    def load(
+        self, shape: tuple[int, ...] | None = None, arrays: int = 1, row: int = 0, column: int = 0
+    ) -> Array:
         """
         Read the array, in the byte order of this machine; refuse another shape than `shape`.
 
-        Refuse it as well if memory is too small for `arrays` of its size, for `column` bytes an element
-        of the last axis, and for the 150 bytes a row that `diagnose` takes (measured).
+        Refuse it as well if memory is too small for `arrays` of its size, `row` bytes a row, and `column`
+        bytes an element of the last axis.
         """
         # Check the header before the data is read: a small archive can hold gigabytes of zeros.
         label, like, read = self
@@ -54,7 +56,7 @@ class Member(NamedTuple):
             msg = f"{label} must have at least one axis, got a single number"
             raise InputError(msg)
         rows, n = like[..., :1].size, like.shape[-1]
-        check_memory(arrays * like.nbytes + 160 * rows + column * n)
+        check_memory(arrays * like.nbytes + row * rows + column * n)
         with _whole(label):
             # NumPy saves bfloat16 as two raw bytes per element.
             array = read().view(like.dtype).reshape(like.shape)
@@ -83,11 +85,11 @@ def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
         return members.get("x", next(iter(members.values())))
     if name in members:
         return members[name]
-    rows = [
-        (printable(name, ""), shape_text(a.shape), str(a.dtype), quantity(a.nbytes, "B"))
-        for name, (_, a, _) in members.items()
-    ]
-    print_table("Arrays", ("member", "shape", "dtype", "size"), rows)
+    table = [("member", "shape", "dtype", "size")]
+    for name_of, (_, a, _) in members.items():
+        size = quantity(a.nbytes, "B")
+        table.append((printable(name_of, ""), shape_text(a.shape), str(a.dtype), size))
+    print_lines(*columns(table))
     came = f", got {name}" * bool(name)
     msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{came}"
     raise InputError(msg)

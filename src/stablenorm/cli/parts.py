@@ -5,15 +5,16 @@ import importlib.util
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box, get_console
-from rich.table import Column, Table
+from rich import get_console
 from rich.text import Text
 
 import stablenorm
@@ -57,7 +58,7 @@ def check_outputs(options: dict[str, Any]) -> None:
     """Refuse to write over a file that is read, whatever its name there."""
     path = options.get("file", BUNDLED)
     inputs = [file for file in (path, *path.glob("*.npy")) if file.exists()]
-    for name in ("out", "html", "json", "plot"):
+    for name in ("out", "html", "json"):
         file = options.get(name)
         if file and file.exists() and any(map(file.samefile, inputs)):
             msg = f"--{name} must not be the file that is read, got {file}"
@@ -100,15 +101,16 @@ def _new_file(name: str, *suffixes: str) -> dict[str, Any]:
         """Refuse a file that could not be written or drawn, before any work is done for it."""
         # Absolute now: the user's code may change the directory.
         path = Path(text).absolute()
-        is_drawn = name in ("--html", "--plot")
+        needed = ("matplotlib", "jinja2") if name == "--html" else ()
+        missing = [module for module in needed if importlib.util.find_spec(module) is None]
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
         elif path.is_dir():
             msg = f"{name} must be a new name, got the directory {text}; remove it first"
         elif not os.access(path.parent, os.W_OK):
             msg = f"{name} must be a file in an existing, writable directory, got {text}"
-        elif is_drawn and importlib.util.find_spec("matplotlib") is None:
-            msg = f'{name} needs matplotlib: pip install "stablenorm[plot]"'
+        elif missing:
+            msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"'
         else:
             return path
         raise InputError(msg)
@@ -132,11 +134,23 @@ TABLE: dict[str, dict[str, Any]] = {
     "--seed": {"type": _number(int, 0), "default": 0},
     "--top": {"type": _number(int, 0), "default": 10, "metavar": "K"},
     "--digests": {"action": "store_true"},
+    "--verbose": {"action": "store_true"},
     "--out": _new_file("--out", ".npz"),
     "--html": _new_file("--html", ".html", ".htm"),
     "--json": _new_file("--json", ".json"),
-    "--plot": _new_file("--plot", ".png", ".svg", ".pdf"),
 }
+
+
+def progress(what: str) -> Callable[[int, int], None]:
+    """Return a function that draws a bar on a terminal, from the second second on, and clears it at the end."""
+    begin = time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        if time.perf_counter() > begin + 1 and sys.stderr and sys.stderr.isatty():
+            bar = f"{what} [{30 * done // total * '#':30}]" * (done < total)
+            print(bar, end="\x1b[K\r", file=sys.stderr, flush=True)
+
+    return show
 
 
 def origin() -> dict[str, Any]:
@@ -153,20 +167,11 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 
 def print_lines(*lines: str, bold: str = "") -> None:
     """Print plain text, a paragraph per line; no word is broken, so addresses can be clicked."""
-    console, bold = get_console(), printable(bold)
-    paragraphs = (bold + printable("\n".join(lines))).split("\n")
-    shown = Text("\n".join("\n".join(wrapped(line, console.width)) for line in paragraphs))
-    shown.stylize("bold", 0, len(bold))
+    bold = printable(bold)
+    console, paragraphs = get_console(), bold + printable("\n".join(lines))
+    broken = ("\n".join(wrapped(line, console.width)) for line in paragraphs.split("\n"))
+    shown = Text("\n".join(broken))
+    shown.stylize("bold", 0, len(bold.rstrip()))
+    shown.highlight_words(["PASS"], "green")
+    shown.highlight_words(["FAIL"], "bold red")
     console.print(shown, soft_wrap=True)
-
-
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells below their columns, the first one flush left."""
-    # One space between columns: a rule would need three characters.
-    look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    heads = [Column(column, justify="right", overflow="fold") for column in columns]
-    heads[0].justify = "left"
-    table = Table(*heads, title=title, title_justify="left", title_style="bold", **look)
-    for row in rows:
-        table.add_row(*(Text(printable(cell), "bold" * (cell == "FAIL")) for cell in row))
-    get_console().print(table)

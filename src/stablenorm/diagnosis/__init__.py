@@ -1,37 +1,34 @@
 """
 `diagnose` says how much a layer or RMS norm would lose on your data, row by row and in all.
 
-Its result, a `Diagnosis`, is shown as sentences, text, plain data, or a picture.
+Its result, a `Diagnosis`, is shown as sentences, text or plain data.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import as_rows, convert, is_lazy, normalize_axes, normalized_shape
+from stablenorm.arrays import as_rows, convert, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
-from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import check_dtype, format_of, parse
-from stablenorm.text import plain, shape_text, to_json, wrapped
+from stablenorm.text import columns, plain, shape_text, to_json, wrapped
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, check_count, check_eps
 
-__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
+__all__ = ["Diagnosis", "PerRow", "Row", "diagnose"]
 
 # Elements of a block, the work of one thread at a time: about 3 ms, ten times a block's fixed cost.
 BLOCK = 1 << 19
-# The sentence about a row names these two methods; the others are near one of them, or lose more.
-_TOLD = {
-    "layer": {"two-pass": "a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"},
-    "rms": {"one-pass": "mean(x^2) in {working}", "float16": "in float16"},
-}
+# Bits that a row must lose to be told: in another order of sums a method loses two more or less.
+_LOSES = 2
 
 
 @dataclass(frozen=True)
@@ -43,54 +40,21 @@ class Row:
     ----------
     index : int
         Number of the row, in C order over the axes that are not normalized.
-    mean, std : float
-        NaN if the row is not finite. For kind "rms": 0, and the root mean square.
-    condition_y, condition_dx : float
-        Factor by which a relative error of x grows in y and in dx.
     lost : dict of str to float
-        Bits of y lost by each method, as in `Diagnosis.methods`.
+        Bits of y lost by each method.
     marks : tuple of str
-        Peculiarities of the row, as in `Summary.marks`.
+        Peculiarities of the row, as in `Diagnosis.marks`.
+    count : int
+        How many rows have these numbers; `index` is the first.
     advice : str
-        The same in a sentence.
+        What is lost, and what to do, in a sentence.
     """
 
     index: int
-    mean: float
-    std: float
-    condition_y: float
-    condition_dx: float
     lost: dict[str, float]
     marks: tuple[str, ...]
+    count: int
     advice: str
-
-
-class Summary(NamedTuple):
-    """
-    All rows together.
-
-    Attributes
-    ----------
-    rows : int
-        Number of rows.
-    marks : dict of str to int
-        For each peculiarity, the number of rows that have it.
-    lost : dict of str to array
-        For each method, the number of rows that lose 0, 1, ..., p bits, rounded.
-    condition_y, condition_dx : array
-        Number of rows whose condition number is in [2^k, 2^(k+1)); below 1 counts as k = 0.
-        Constant rows are not counted: theirs is infinite for y.
-    largest_condition_y, largest_condition_dx : float
-        The largest finite ones.
-    """
-
-    rows: int
-    marks: dict[str, int]
-    lost: dict[str, Array]
-    condition_y: Array
-    condition_dx: Array
-    largest_condition_y: float
-    largest_condition_dx: float
 
 
 @dataclass(frozen=True)
@@ -108,11 +72,15 @@ class Diagnosis:
         Elements of a row.
     eps : float
         Added to the variance.
-    summary : Summary
-        All rows together.
+    marks : dict of str to int
+        For each peculiarity, the number of rows that have it.
+    lost : dict of str to tuple
+        For each method the bits lost by the median row and by the worst one, and the share of rows that
+        lose 4 or more; empty without rows that have a y.
     worst : tuple of Row
-        Rows without y (not finite, or constant with eps 0), then the rows on which a two-pass (in
-        an RMS norm, float16) loses most bits, the worst first.
+        Rows without y (not finite, or constant with eps 0), then rows on which the usual formula (the
+        two-pass or, for an RMS norm, mean(x^2)) or E[x^2] - E[x]^2 loses two bits or more, the worst first.
+        Equal rows are one.
     per_row : PerRow
         Numbers of every row, about 65 bytes each.
     kind : str
@@ -124,10 +92,11 @@ class Diagnosis:
     axis: tuple[int, ...]
     n: int
     eps: float
-    summary: Summary
+    marks: dict[str, int]
+    lost: dict[str, tuple[int, int, float]]
     worst: tuple[Row, ...]
     per_row: PerRow
-    kind: str = "layer"
+    kind: str
 
     @property
     def bits(self) -> int:
@@ -135,48 +104,32 @@ class Diagnosis:
         return format_of(parse(self.dtype)).digits
 
     @property
-    def methods(self) -> dict[str, str]:
-        """A description of each method, by its name."""
-        return {name: _filled(title, self.dtype) for name, title in METHODS[self.kind].items()}
+    def verdict(self) -> str:
+        """Whether anything is lost, and what to do: one sentence."""
+        if self.worst:
+            return self.worst[0].advice
+        name = "RMS" if self.kind == "rms" else "layer"
+        return f"nothing is lost: any {name} norm in float{64 if self.bits > 24 else 32} will do"
+
+    def __repr__(self) -> str:
+        """Return the data and the verdict."""
+        return f"Diagnosis({_headline(self)}; {self.verdict})"
 
     def as_dict(self) -> dict[str, Any]:
         """
-        Return all but `per_row` as plain dicts, lists, str, int and float, with `bits` and `methods`.
+        Return all but `per_row` as plain dicts, lists, str, int and float, with the properties.
 
         Numbers that JSON lacks are strings: "nan", "inf" or "-inf".
         """
-        names = "shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"
-        return dict(plain({name: getattr(self, name) for name in names}))
+        names = "shape dtype axis n eps kind bits verdict marks lost worst"
+        return dict(plain({name: getattr(self, name) for name in names.split()}))
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
         return to_json(self.as_dict(), path)
 
-    def plot(self, path: Any, *, format: str | None = None) -> None:
-        """
-        Draw how many rows lose how many bits.
-
-        `path` is a file or its name; `format` "png", "svg" or "pdf", by default the name's ending.
-        It needs Matplotlib.
-        """
-        figure = new_figure(10, 4)
-        figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
-        axes = figure.subplots()
-        # Lines differ by dashes and widths as well: a line beneath another one stays visible.
-        dashes, widths = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2))), (3.4, 3.0, 2.6, 2.2, 1.8)
-        axes.set_prop_cycle(color=COLORS[:5], ls=dashes, lw=widths)
-        for title, counts in zip(self.methods.values(), self.summary.lost.values(), strict=True):
-            axes.plot(np.cumsum(counts[::-1])[::-1] / max(int(counts.sum()), 1), label=title)
-        axes.set(xlim=(0, self.bits), ylim=(0, 1.02), xlabel=f"bits of y lost, of {self.bits}")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.25)
-        axes.set_title("Share of rows that lose at least so many", fontsize=10, loc="left")
-        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-        figure.savefig(path, format=format, dpi=150)
-
     def __str__(self) -> str:
-        """Give the summary, the methods, and the worst rows."""
+        """Give the verdict, the worst rows, and the methods."""
         return "\n".join(part for line in lines_of(self) for part in wrapped(line))
 
 
@@ -188,6 +141,7 @@ def diagnose(
     axis: int | tuple[int, ...] | None = -1,
     dtype: DTypeLike | None = None,
     top: int = 10,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Diagnosis:
     """
     Say what a layer or RMS norm of `x` would lose, row by row and in all.
@@ -206,12 +160,14 @@ def diagnose(
         The dtype to judge the data as, one of the four. Default: its own.
     top : int, default: 10
         Number of the worst rows to describe in a sentence.
+    progress : callable, optional
+        Called with the number of blocks done, and of all, after each block.
 
     Returns
     -------
     Diagnosis
-        The condition numbers of y and dx, the bits of y that common methods lose, the marks of
-        special rows, and the worst rows.
+        A verdict, the condition number of each row, the bits of y that common methods lose, the marks
+        of special rows, and the worst rows.
 
     Raises
     ------
@@ -232,9 +188,8 @@ def diagnose(
     it loses more. The condition number bounds them all. "Saved" means that a backward rebuilds y from
     a mean and an rstd rounded to that format.
 
-    The condition number of y is ``rms(x) / std``. The one of dx, ``rms(x) std / (var + eps)``, is for
-    a cotangent orthogonal to 1 and xhat, as a random one nearly is if n > 2. Those of RMS norm are at
-    most 1, since nothing cancels without a mean; RMS norm loses bits if x^2 is held in too narrow a
+    The condition number of y is ``rms(x) / std``. That of RMS norm is 1, since nothing cancels without a mean; RMS norm
+    loses bits if x^2 is held in too narrow a
     format: in float16 the square of 256 overflows.
 
     Examples
@@ -247,9 +202,6 @@ def diagnose(
     >>> worst.index, worst.lost["saved float32"] > 8
     (2, True)
     """
-    if is_lazy(x):
-        msg = "x must be an array in memory, got a Dask array; pass x.compute(), or some rows of it"
-        raise TypeError(msg)
     array = convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
@@ -261,121 +213,88 @@ def diagnose(
     eps, top = check_eps(eps), check_count("top", top, least=0)
     # The caller's np.errstate decides whether an overflow of this cast warns.
     rows = as_rows(array, axes).astype(judged, copy=False)
-    per_row = _measure(rows, eps, kind)
-    order = _worst_first(per_row, kind)[:top].tolist()
-    worst = tuple(_describe_row(row, rows[row], per_row, kind) for row in order)
-    asked = array.shape, judged.name, axes, rows.shape[1], eps
-    return Diagnosis(*asked, _summarize(per_row, judged, kind), worst, per_row, kind)
+    per_row = _measure(rows, eps, kind, progress)
+    worst = tuple(
+        _describe_row(index, count, rows[index], per_row, kind)
+        for index, count in _worst_first(per_row)[:top]
+    )
+    marks = dict(zip(SPECIAL, np.count_nonzero(per_row.marks, axis=1).tolist(), strict=True))
+    lost, n = _summarize(per_row, kind), rows.shape[1]
+    return Diagnosis(array.shape, judged.name, axes, n, eps, marks, lost, worst, per_row, kind)
 
 
-def _measure(rows: Array, eps: float, kind: str) -> PerRow:
+def _measure(rows: Array, eps: float, kind: str, progress: Any) -> PerRow:
     """Return the numbers of all rows, block by block on several threads."""
     step = max(1, BLOCK // rows.shape[1])
     # Without rows, one empty block.
-    blocks = (rows[start : start + step] for start in range(0, max(1, len(rows)), step))
+    starts = range(0, max(1, len(rows)), step)
+    parts = []
     with ThreadPoolExecutor(min(get_num_threads(), os.cpu_count() or 1)) as pool:
         # An interrupt ends the call soon: the blocks that have not begun are cancelled.
-        parts = pool.map(lambda block: measure_rows(block, eps, kind), blocks)
-        return PerRow(*(np.concatenate(field, axis=-1) for field in zip(*parts, strict=True)))
+        for part in pool.map(lambda i: measure_rows(rows[i : i + step], eps, kind), starts):
+            parts.append(part)
+            if progress is not None:
+                progress(len(parts), len(starts))
+    return PerRow(*(np.concatenate(field, axis=-1) for field in zip(*parts, strict=True)))
 
 
-def _worst_first(per_row: PerRow, kind: str) -> Array:
-    """Return the indices of the rows, those that lose most first, equals in their own order."""
-    # Rows without y come first: not finite, undefined. The others are sorted by bits lost by the
-    # two-pass, in an RMS norm by float16, which loses most. The condition number, which constant rows
-    # lack, counts less than a bit.
-    condition = np.where(np.isfinite(per_row.condition_y), per_row.condition_y, 1.0)
-    lost = np.rint(per_row.lost[0 if kind == "layer" else -1]) + 1.0 - 1.0 / condition
-    return np.lexsort((-lost, ~per_row.marks[1], ~per_row.marks[0]))
+def _worst_first(per_row: PerRow) -> list[tuple[int, int]]:
+    """Return the rows to be told, those that lose most first: the first of equal rows, and how many there are."""
+    # Rows without y lose more than all bits.
+    usual, other = np.where(per_row.marks[:2].any(axis=0), 99, np.rint(per_row.lost[:2]))
+    rows = np.flatnonzero(np.maximum(usual, other) >= _LOSES)
+    # A row with NaN comes before one without variance. `unique` sorts by the first key, then by the next.
+    keys = -np.stack((usual + per_row.marks[0], other, per_row.mean, per_row.std))[:, rows]
+    _, first, counts = np.unique(keys, axis=1, return_index=True, return_counts=True)
+    return list(zip(rows[first].tolist(), counts.tolist(), strict=True))
 
 
-def _summarize(per_row: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
-    """Count the rows by marks, bits lost and condition numbers."""
-    # Constant rows have no condition number, and rows without y lose no bits.
-    y, dx = (v[np.isfinite(v)] for v in (per_row.condition_y, per_row.condition_dx))
-    # Powers of two up to 63 suffice: elements that differ at all do so by 2**-53 of their size, so
-    # no row of fewer than 2**20 elements has a larger condition number.
-    powers = (np.minimum(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
-    of_y, of_dx = (np.bincount(v, minlength=64) for v in powers)
-    bits = (np.rint(v[~np.isnan(v)]).astype(np.intp) for v in per_row.lost)
-    lost = (np.bincount(v, minlength=format_of(dtype).digits + 1) for v in bits)
-    marks = np.count_nonzero(per_row.marks, axis=1).tolist()
-    return Summary(
-        len(per_row.mean), dict(zip(SPECIAL[kind], marks, strict=True)),
-        dict(zip(METHODS[kind], lost, strict=True)), of_y, of_dx,
-        float(y.max(initial=0.0)), float(dx.max(initial=0.0)),
-    )  # fmt: skip
+def _summarize(per_row: PerRow, kind: str) -> dict[str, tuple[int, int, float]]:
+    """Return the bits lost by the median row and the worst, and the share of rows that lose 4 or more."""
+    bits = np.rint(per_row.lost[:, ~np.isnan(per_row.lost[0])])
+    return {
+        name: (int(np.median(row)), int(row.max()), float((row >= 4).mean()))
+        for name, row in zip(METHODS[kind], bits, strict=True)
+        if row.size
+    }
 
 
 # ---- sentences and lines ----
 
 
-def _filled(text: str, dtype: DTypeLike) -> str:
-    """Name the dtype that layer norms of such data are computed in."""
-    return text.replace("{working}", np.result_type(parse(dtype), np.float32).name)
-
-
-def _describe_row(index: int, x: Array, per_row: PerRow, kind: str) -> Row:
-    """Describe row `index`, with elements `x`."""
-    mean, std, of_y, of_dx = (float(field[index]) for field in per_row[:4])
+def _describe_row(index: int, count: int, x: Array, per_row: PerRow, kind: str) -> Row:
+    """Describe row `index`, with elements `x`, and as many equal ones."""
     lost = dict(zip(METHODS[kind], per_row.lost[:, index].tolist(), strict=True))
-    marks = tuple(compress(SPECIAL[kind], per_row.marks[:, index]))
+    marks = tuple(compress(SPECIAL, per_row.marks[:, index]))
+    who = f"row {index}" + f" (of {count} equal rows)" * (count > 1)
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
-        said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
+        said = f"is not finite, {places.size} of {x.size} elements, the first at {places[0]}: look upstream"
     elif "undefined" in marks:
-        # The row is constant as well, but its y is not beta.
-        said = [f"undefined ({SPECIAL[kind]['undefined']})"]
+        said = "has no y, since its variance and eps are 0: pass eps > 0"
     else:
-        said = [f"{mark} ({SPECIAL[kind][mark]})" for mark in marks]
-        # From 4 on, |mean| / std is mentioned: it costs two bits.
-        if not said or abs(mean) >= 4.0 * std > 0:
-            ratio = f"|mean|/std = {abs(mean) / std:.2g}"
-            said.insert(0, ratio if kind == "layer" else f"rms = {std:.2g}")
-        (first, one), (second, two) = _TOLD[kind].items()
-        losses = f"{round(lost[first])} of {format_of(x.dtype).digits} bits of y"
-        said.append(f"{one} loses {losses}, {two} {round(lost[second])}")
-    advice = _filled(f"row {index}: {'; '.join(said)}", x.dtype)
-    return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
+        usual, other = (round(bits) for bits in list(lost.values())[:2])
+        said = f"loses {usual} of {format_of(x.dtype).digits} bits in the usual formula"
+        said += f", {other} in E[x^2] - E[x]^2" * (kind == "layer")
+        cures = {"overflow": "scale the data", "constant": "take a larger eps"}
+        cure = next((cures[mark] for mark in marks if mark in cures), "subtract the offset")
+        said += f": {cure}, or use stablenorm"
+    return Row(index, lost, marks, count, f"{who} {said}")
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    data, rows = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}", diagnosis.summary.rows
+    data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
     norm = f"eps {diagnosis.eps:g}{', RMS norm' * (diagnosis.kind == 'rms')}"
-    return f"{data}: {rows} row{'s' * (rows != 1)} of {diagnosis.n}, {norm}"
-
-
-def _median(counts: Array) -> int:
-    """Return the median of whole numbers; ``counts[k]`` of them are k."""
-    return int(np.searchsorted(np.cumsum(counts), (counts.sum() + 1) // 2))
+    return f"{data}: {len(diagnosis.per_row.mean)} rows of {diagnosis.n}, {norm}"
 
 
 def lines_of(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis in lines of any length."""
-    summary, lines = diagnosis.summary, [_headline(diagnosis)]
-    if summary.condition_y.any():
-        y, dx = summary.largest_condition_y, summary.largest_condition_dx
-        # The median is known to a power of two.
-        of_y = min(2.0 ** (_median(summary.condition_y) + 1), y)
-        of_dx = min(2.0 ** (_median(summary.condition_dx) + 1), dx)
-        lines.append(
-            f"  condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
-            f"of dx: {of_dx:.2g}, {dx:.2g}"
-        )
-    for name, meaning in SPECIAL[diagnosis.kind].items():
-        if count := summary.marks[name]:
-            text = f"  {name}: {count} row{'s' * (count != 1)} ({meaning})"
-            lines.append(_filled(text, diagnosis.dtype))
-    if summary.rows:
-        lines.append(f"  bits of y lost, of {diagnosis.bits}: median row, worst row, rows losing 4")
-        longest = max(map(len, diagnosis.methods.values()))
-        for title, counts in zip(diagnosis.methods.values(), summary.lost.values(), strict=True):
-            cells = "-", "-", "-"
-            if counts.any():
-                several = f"{counts[4:].sum() / counts.sum():.1%}"
-                cells = str(_median(counts)), str(np.flatnonzero(counts)[-1]), several
-            lines.append("    {:{}} {:>4} {:>4} {:>9}".format(title, longest, *cells))
-        lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
-    else:
-        lines.append("  no rows: nothing to say")
-    return lines
+    """Return the diagnosis in lines of any length, the verdict first."""
+    lines = [diagnosis.verdict, *(f"  {row.advice}" for row in diagnosis.worst[1:])]
+    for name, meaning in SPECIAL.items():
+        if count := diagnosis.marks[name]:
+            lines.append(f"  {name}: {count} row{'s' * (count != 1)} ({meaning})")
+    cells = [(f"bits of y lost, of {diagnosis.bits}", "median row", "worst row", "rows losing 4")]
+    for name, (median, worst, share) in diagnosis.lost.items():
+        cells.append((METHODS[diagnosis.kind][name], str(median), str(worst), f"{share:.1%}"))
+    return [*lines, _headline(diagnosis), *(f"  {line}" for line in columns(cells))]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, format_of
+from stablenorm.formats import BFLOAT16, format_of
 from stablenorm.types import Array
 
 
@@ -25,18 +25,18 @@ class PerRow(NamedTuple):
 
     Attributes
     ----------
-    mean, std, condition_y, condition_dx : array
-        As in `Row`.
+    mean, std, condition_y : array
+        Mean and standard deviation, NaN if a row is not finite; in an RMS norm 0 and the root mean square. Factor by
+        which a relative error of x grows in y.
     lost : array
-        Bits lost, (methods, rows), in the order of `Diagnosis.methods`.
+        Bits lost, (methods, rows), in the order of `Diagnosis.lost`.
     marks : array
-        Whether a row has a mark, (marks, rows), in the order of `Summary.marks`.
+        Whether a row has a mark, (marks, rows), in the order of `Diagnosis.marks`.
     """
 
     mean: Array
     std: Array
     condition_y: Array
-    condition_dx: Array
     lost: Array
     marks: Array
 
@@ -44,11 +44,10 @@ class PerRow(NamedTuple):
 class Statistics(NamedTuple):
     """Statistics of rows, arrays of length rows, for losses and marks; also n and eps."""
 
-    # Float64; mean and std are NaN where a row is not finite. The largest deviation is `farthest`.
+    # Float64; mean and std are NaN where a row is not finite.
     mean: Array
     mean_lo: Array
     std: Array
-    farthest: Array
     # The means of x, x^2 and (x - mean)^2, rounded at every step in the dtype of the methods. In an
     # RMS norm the means of x are 0, and var_hat is the mean of x^2 held in float16.
     mean_hat: Array
@@ -59,10 +58,9 @@ class Statistics(NamedTuple):
 
 
 # The methods: name, description in a layer norm, description in an RMS norm, which has no two passes.
-# "{working}" stands for the dtype that they compute in: float32, or float64 for float64.
 _METHODS = (
-    ("two-pass", "{working} two-pass", ""),
-    ("one-pass", "{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
+    ("two-pass", "two passes, the usual formula", ""),
+    ("one-pass", "E[x^2] - E[x]^2", "mean(x^2), the usual formula"),
     ("saved float32", "mean and rstd saved as float32", "rstd saved as float32"),
     ("saved bfloat16", "mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
     ("float16", "mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
@@ -72,39 +70,16 @@ METHODS = {
     for i, kind in enumerate(("layer", "rms"))
 }
 
-# Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"
-# stands for var, in an RMS norm for mean(x^2). An outlier needs 8 elements: in a shorter row one
-# element often has most of the variance.
-_MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
-    ("layer rms", "not finite", "they hold NaN or infinity: y is NaN", lambda s: np.isnan(s.std)),
-    ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN", lambda s: s.std + s.eps == 0),
-    ("layer", "constant", "all elements equal: y is beta", lambda s: s.std == 0),
-    ("rms", "zero", "all elements zero: y is beta", lambda s: s.std == 0),
-    ("layer rms", "{var} below eps", "eps decides the scale of y",
-     lambda s: (s.std > 0) & (s.std < np.sqrt(s.eps))),
-    ("layer rms", "dominating outlier", "one element has more than half of {var}",
-     lambda s: (s.farthest > s.std * np.sqrt(s.n / 2)) & (s.n >= 8)),
-    ("layer", "sum overflows", "the sum of x overflows {working}",
-     lambda s: ~np.isfinite(s.mean_hat)),
-    ("layer rms", "squares overflow", "the sum of x^2 overflows {working}",
-     lambda s: ~np.isfinite(s.mean_square)),
-    ("layer", "deviations overflow", "the sum of (x - mean)^2 overflows {working}",
-     lambda s: ~np.isfinite(s.var_hat)),
-    ("layer rms", "squares underflow", "{var} is below the normal numbers of {working}",
-     lambda s: (s.std > 0) & (s.std < 2.0 ** (format_of(s.mean_square.dtype).emin / 2))),
-    ("layer", "float16 overflows", "mean or var is beyond the range of float16",
-     lambda s: np.maximum(np.abs(s.mean), s.std**2) > FLOAT16.largest),
-    ("rms", "float16 squares overflow", "the square of an element is beyond the range of float16",
-     lambda s: np.isinf(_to_half(np.square(s.farthest)))),
+# Marks of special rows: the name, the meaning, and the test of rows. The first two have no y.
+_MARKS: tuple[tuple[str, str, Callable[[Statistics], Any]], ...] = (
+    ("not finite", "they hold NaN or infinity: y is NaN", lambda s: np.isnan(s.std)),
+    ("undefined", "their variance and eps are 0: y is 0/0, NaN", lambda s: s.std + s.eps == 0),
+    ("constant", "all elements equal, in an RMS norm 0: y is beta", lambda s: s.std == 0),
+    ("below eps", "eps decides the scale of y", lambda s: (s.std > 0) & (s.std < np.sqrt(s.eps))),
+    ("overflow", "the sum of x or of x^2 overflows",
+     lambda s: ~np.isfinite(s.mean_hat + s.mean_square)),
 )  # fmt: skip
-SPECIAL = {
-    kind: {
-        name.replace("{var}", var): meaning.replace("{var}", var)
-        for kinds, name, meaning, _ in _MARKS
-        if kind in kinds
-    }
-    for kind, var in (("layer", "var"), ("rms", "mean(x^2)"))
-}
+SPECIAL = {name: meaning for name, meaning, _ in _MARKS}
 
 
 @np.errstate(all="ignore")
@@ -118,7 +93,6 @@ def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
     # std / root twice, not var / (var + eps), nor std * rstd: float64 may overflow.
     size = stats.std / root
     in_y = np.hypot(1.0, stats.mean / stats.std)
-    in_dx = np.where(stats.std == 0, 0.0, in_y * size * size)
 
     methods = _methods(stats, 1 / root)
     mean, rstd = np.array([methods[name] for name in METHODS[kind]], np.float64).swapaxes(0, 1)
@@ -133,10 +107,10 @@ def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
     bits = np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
     lost = np.where(np.isnan(size), np.nan, bits).astype(np.float32)
 
-    marks = np.array([has(stats) for kinds, *_, has in _MARKS if kind in kinds])
+    marks = np.array([has(stats) for *_, has in _MARKS])
     # A row with NaN or infinity gets the first mark and no other.
     marks[1:, marks[0]] = False
-    return PerRow(stats.mean, stats.std, in_y, in_dx, lost, marks)
+    return PerRow(stats.mean, stats.std, in_y, lost, marks)
 
 
 def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
@@ -166,8 +140,7 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     mean_lo[constant] = std[constant] = 0.0
     spoilt = ~(np.isfinite(lowest) & np.isfinite(highest))
     mean[spoilt] = std[spoilt] = np.nan
-    farthest = np.maximum(highest - mean, mean - lowest)
-    return Statistics(mean, mean_lo, std, farthest, mean_hat, mean_square, var_hat, n, eps)
+    return Statistics(mean, mean_lo, std, mean_hat, mean_square, var_hat, n, eps)
 
 
 def _methods(stats: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:

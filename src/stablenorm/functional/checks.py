@@ -36,7 +36,12 @@ _new = tuple.__new__
 
 def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float; raise if an option is wrong."""
-    shape, gamma, beta = normalized_shape(x_shape, axes), norm.gamma, norm.beta
+    shape = normalized_shape(x_shape, axes)
+    # Anything may have been given.
+    gamma: Any = norm.gamma
+    beta: Any = norm.beta
+    if isinstance(gamma, (int, float, tuple)) or isinstance(beta, float):
+        refuse_misplaced(norm)
     if gamma is not None:
         gamma = convert("gamma", gamma)
         if gamma.shape != shape:
@@ -59,6 +64,21 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
     return _new(Norm, (gamma, beta, eps, norm.kind, offset, rounding))
+
+
+def refuse_misplaced(norm: Norm) -> None:
+    """Raise if gamma or beta is what other libraries have in its place: normalized_shape, or eps."""
+    # Anything may have been given.
+    values: tuple[Any, Any] = norm.gamma, norm.beta
+    gamma, beta = values
+    call = f"write {norm.kind}_norm(x, gamma{', beta' * (norm.kind == 'layer')}, eps=1e-5)"
+    if all(isinstance(length, int) for length in (gamma if isinstance(gamma, tuple) else (gamma,))):
+        msg = f"normalized_shape has no place here, got {gamma}; {call}: axis= names axes"
+        raise TypeError(msg)
+    for name, place, value in (("gamma", "second", gamma), ("beta", "third", beta)):
+        if isinstance(value, float):
+            msg = f"the {place} argument is {name}, an array, got {value}; eps is a keyword: {call}"
+            raise TypeError(msg)
 
 
 def check_parameter(name: str, array: Array, shape: Shape, x_shape: Shape, axes: Shape) -> None:
@@ -88,7 +108,12 @@ def of_shape(
     """Return an argument as an array of a shape, that of the array called `of`; of a dtype, if one is given."""
     array = convert(name, value)
     if array.shape != shape:
-        msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
+        cure = "; pass the gradient of that y" * (name == "dy")
+        if array.size == math.prod(shape):
+            cure = f"; pass {name}.reshape{shape}"
+        elif fits(array.shape, shape):
+            cure = f"; pass np.broadcast_to({name}, {shape})"
+        msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}{cure}"
         raise ValueError(msg)
     return array if dtype is None or array.dtype == dtype else widened(name, array, dtype)
 
@@ -184,7 +209,8 @@ def check_mask(mask: Any, shape: Shape) -> None:
         msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
         raise TypeError(msg)
     if not fits(mask.shape, shape):
-        msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}"
+        cure = "; for whole rows pass where[..., None]" * (mask.shape == shape[: mask.ndim])
+        msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}{cure}"
         raise ValueError(msg)
 
 
@@ -193,7 +219,9 @@ def asked_names(wrt: object) -> tuple[str, ...]:
     names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
     for name in names:
         if not (isinstance(name, str) and name in NAMES):
-            msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(name), 60)}"
+            named = str(name)[1:]
+            cure = f"; write wrt={named!r}" * (named in NAMES)
+            msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(name), 60)}{cure}"
             raise ValueError(msg)
     return names
 
@@ -227,8 +255,8 @@ def checked_gradients(
 ) -> Gradients:
     """Return the arrays to write gradients into; None for those that wrt leaves out."""
     needs = "out must have three entries, for dx, dgamma and dbeta, got"
-    if out is not None and not np.iterable(out):
-        msg = f"{needs} {type(out).__name__}"
+    if hasattr(out, "dtype") or not (out is None or np.iterable(out)):
+        msg = f"{needs} {type(out).__name__}; for dx alone pass out=(dx, None, None)"
         raise TypeError(msg)
     outs = (None, None, None) if out is None else tuple(out)
     if len(outs) != len(NAMES):

@@ -90,6 +90,11 @@ class ExactNorm:
         # of its sum. Matrices differ from row to row: float64 (rows, n) or (rows, 1).
         self._vectors, self._matrices = vectors, matrices
 
+    def __repr__(self) -> str:
+        """Return the kind, the shape, and the quantities that can be asked for."""
+        made = [name for name, of in self._quantities.items() if of.needs in self._matrices]
+        return f"ExactNorm({self._kind}, {self.shape}: {', '.join(made)})"
+
     def mean(self, row: int) -> Fraction:
         """Return the exact mean of one row of the matrix view; 0 for RMS norm."""
         return self._row(row).mean
@@ -159,7 +164,7 @@ class ExactNorm:
         ----------
         **arrays : array, optional
             Results of an implementation, by the names of the quantities; the dtype of each
-            chooses its limit and c. "The accuracy contract" in the documentation defines S, the
+            chooses its limit and c. The page "The accuracy contract" defines S, the
             sum of the magnitudes that an element is made of.
 
         Returns

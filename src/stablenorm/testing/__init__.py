@@ -2,7 +2,7 @@
 For test suites of other layer norms: hard inputs, the plain formula.
 
 This file has the fixed inputs: with digests of their results, or with an element next to a midpoint.
-The page "Hard inputs, the oracle" of the documentation says how both are made.
+The page "Hard inputs, the oracle" says how both are made.
 """
 
 import hashlib

@@ -20,14 +20,20 @@ def plain_forward(
     Normalize the last axis of `x` in float32, or float64 if `x` has that.
 
     16-bit types are computed in float32, as most implementations do. y has the dtype of `x`; the
-    cache, for `plain_backward`, is gamma, xhat and rstd. Kind "rms" subtracts no mean.
+    cache, for `plain_backward`, is gamma, xhat and rstd. Kind "rms" subtracts no mean; "one-pass" is
+    a layer norm whose variance is E[x^2] - E[x]^2.
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
         centered = x.astype(dtype)
-        if kind == "layer":
-            centered = centered - centered.mean(axis=-1, keepdims=True)
-        rstd = 1 / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + dtype(eps))
+        mean = 0 if kind == "rms" else centered.mean(axis=-1, keepdims=True)
+        if kind == "one-pass":
+            var = (centered**2).mean(axis=-1, keepdims=True) - mean**2
+        if kind != "rms":
+            centered = centered - mean
+        if kind != "one-pass":
+            var = (centered**2).mean(axis=-1, keepdims=True)
+        rstd = 1 / np.sqrt(var + dtype(eps))
         xhat = centered * rstd
         y = xhat if gamma is None else gamma.astype(dtype) * xhat
         if beta is not None:
@@ -48,3 +54,19 @@ def plain_backward(dy: Array, cache: Cache, kind: str = "layer") -> tuple[Array,
         dx = (rstd * (g - xhat * along)).astype(dy.dtype)
         dgamma, dbeta = (wide * xhat).sum(axis=rows), wide.sum(axis=rows)
         return dx, dgamma.astype(dy.dtype), dbeta.astype(dy.dtype)
+
+
+def harder_rows(x: Array, kind: str = "layer") -> dict[str, Array]:
+    """
+    Return copies of the rows of `x`, by name: with std 1 and a large mean or, for kind "rms", a large size.
+
+    Copies that the dtype of `x` cannot hold are left out.
+    """
+    with np.errstate(all="ignore"):
+        wide = plain_forward(x.astype(np.float64), eps=0.0)[0]
+        # A constant row stays one.
+        wide = np.nan_to_num(wide, posinf=0.0, neginf=0.0)
+        changes = (0.0, 1e2, 1e4, 1e6) if kind == "layer" else (1.0, 1e10, 1e20, 1e30)
+        changed = (wide + change if kind == "layer" else wide * change for change in changes)
+        copies = zip(changes, (rows.astype(x.dtype) for rows in changed), strict=True)
+        return {f"{change:g}": rows for change, rows in copies if np.isfinite(rows).all()}
