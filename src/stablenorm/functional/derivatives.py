@@ -24,76 +24,80 @@ from stablenorm.call import Backward, Forward
 from stablenorm.control import with_default_control
 from stablenorm.functional import checks, keywords
 from stablenorm.functional.layout import layout_of
-from stablenorm.reference.equations import round_to, sum_rows
+from stablenorm.reference.equations import blocks, round_to, sum_rows
 from stablenorm.types import NAMES, Array, Cache, Norm
 
 
 class _Rows(NamedTuple):
-    """The rows of a cache in float64, and functions of them."""
+    """Some rows of a cache in float64, and functions of rows."""
 
     xhat: Array
     rstd: Array
-    # Gamma with its offset, (n,), or 1.
-    gamma: Any
     jacobian: Callable[[Array], Array]
-    # From an array like x to rows, with 0 for elements that do not count; and back, rounded once.
-    read: Callable[[Array], Array]
-    write: Callable[[Array], Array]
-    # The mean of each row over the elements that count; it is of 0 at the others.
+    # Float64, with 0 for elements that do not count; and the mean of each row over the others.
+    only: Callable[[Array], Array]
     mean: Callable[[Array], Array]
 
 
-def _vector(value: Array | None) -> Any:
-    """Return gamma, beta or a tangent of them in float64; None as 0."""
-    return 0.0 if value is None else value.reshape(-1).astype(np.float64)
-
-
-def _rows_of(cache: Cache) -> _Rows:
-    """Return the rows of a cache, by a plain forward in float64."""
-    layout, backend, where = layout_of(cache.x.shape, cache.axis), cache.backend, cache.where
-    mask, norm = layout.mask(where), Norm(eps=cache.norm.eps, kind=cache.norm.kind)
-    x = rows(cache.x, layout)[0].astype(np.float64)
-    xhat = np.empty_like(x)
-    statistics = keywords.forward(backend, Forward(x, norm, xhat), layout, where)
+def _rows_of(cache: Cache, x: Array, mask: Array | None) -> _Rows:
+    """Return some rows of a cache, by a plain forward in float64."""
+    norm, backend = Norm(eps=cache.norm.eps, kind=cache.norm.kind), cache.backend
+    layout, x, xhat = layout_of(x.shape, (1,)), x.astype(np.float64), np.empty(x.shape)
+    statistics = keywords.forward(backend, Forward(x, norm, xhat), layout, mask)
     counts: Any = x.shape[1]
     if mask is not None:
-        counts = np.maximum(
-            np.add.reduce(mask & np.ones(x.shape, bool), -1, keepdims=True, dtype=int), 1
-        )
+        counts = np.maximum((mask & np.ones(x.shape, bool)).sum(axis=1, keepdims=True), 1)
 
     def jacobian(v: Array) -> Array:
-        dx = np.empty_like(x)
-        keywords.backward(backend, Backward(v, x, norm, statistics, dx), layout, where)
+        dx: Array = np.empty(x.shape)
+        keywords.backward(backend, Backward(v, x, norm, statistics, dx), layout, mask)
         return dx
 
     def only(v: Array) -> Array:
+        v = v.astype(np.float64)
         return v if mask is None else np.where(mask, v, 0.0)
 
-    def write(v: Array) -> Array:
-        result = empty_like(cache.x)
-        values = round_to(only(v), result.dtype)
-        result.transpose(layout.order)[...] = values.reshape(layout.lengths)
-        return result
+    def mean(v: Array) -> Array:
+        return np.add.reduce(v, axis=1, keepdims=True) / counts  # type: ignore[no-any-return]
 
-    return _Rows(
-        xhat,
-        statistics.rstd[:, None],
-        1.0 if cache.norm.gamma is None else _vector(cache.norm.gamma) + cache.norm.gamma_offset,
-        jacobian,
-        lambda v: only(rows(v, layout)[0].astype(np.float64)),
-        write,
-        lambda v: np.add.reduce(v, axis=-1, keepdims=True) / counts,
-    )
+    return _Rows(xhat, statistics.rstd[:, None], jacobian, only, mean)
+
+
+def _vector(value: Array | None, default: float = 0.0) -> Any:
+    """Return gamma, beta or a tangent of them in float64; None as the default."""
+    return default if value is None else value.reshape(-1).astype(np.float64)
+
+
+def _by_blocks(cache: Cache, inputs: list[Array], count: int, function: Any) -> list[Array]:
+    """Return `count` arrays like x, made of rows of inputs like x, block by block, and rounded once."""
+    layout = layout_of(cache.x.shape, cache.axis)
+    whole, mask = rows(cache.x, layout)[0], layout.mask(cache.where)
+    read = [rows(array, layout)[0] for array in inputs]
+    results = [empty_like(cache.x) for _ in range(count)]
+    made = [rows(result, layout, False) for result in results]
+    for block in blocks(layout.shape):
+        of = _rows_of(cache, whole[block], None if mask is None else mask[block])
+        values = function(of, *(of.only(array[block]) for array in read))
+        for (target, _), value in zip(made, values, strict=True):
+            target[block] = round_to(of.only(value), target.dtype)
+    for (target, is_view), result in zip(made, results, strict=True):
+        if not is_view:
+            result.transpose(layout.order)[...] = target.reshape(layout.lengths)
+    return results
 
 
 @with_default_control
 def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
-    cache, tx, tgamma, tbeta = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
-    of = _rows_of(cache)
-    moved = of.jacobian(of.read(tx))
-    return of.write(of.gamma * moved + _vector(tgamma) * of.xhat + _vector(tbeta))
+    cache, tx, *others = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
+    gamma = _vector(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
+    tgamma, tbeta = map(_vector, others)
+
+    def push(of: _Rows, tx: Array) -> tuple[Array]:
+        return (gamma * of.jacobian(tx) + tgamma * of.xhat + tbeta,)
+
+    return _by_blocks(cache, [tx], 1, push)[0]
 
 
 @with_default_control
@@ -103,23 +107,28 @@ def double_backward(
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
     checked = _checked("double_backward", kind, cache, of_x, of_parameters)
-    cache, ddx, dy, ddgamma, ddbeta = checked
-    of = _rows_of(cache)
-    xhat, mean, dy, ddx = of.xhat, of.mean, of.read(dy), of.read(ddx)
-    g = of.gamma * dy
-    pushed, pulled = of.jacobian(ddx), of.jacobian(g)
-    ddy = of.write(of.gamma * pushed + _vector(ddgamma) * xhat + _vector(ddbeta))
+    cache, ddx, dy, *others = checked
+    gamma = _vector(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
+    (tgamma, tbeta), terms = map(_vector, others), list[Array]()
+
+    def pull(of: _Rows, ddx: Array, dy: Array) -> tuple[Array, Array]:
+        xhat, mean, g = of.xhat, of.mean, gamma * dy
+        pushed, pulled = of.jacobian(ddx), of.jacobian(g)
+        terms.append(sum_rows(dy * pushed))
+        if kind == "layer":
+            # For the means of products that follow: the reason of `project`.
+            g, ddx = g - mean(g), ddx - mean(ddx)
+        bent = mean(g * xhat) * pushed + mean(ddx * xhat) * pulled + xhat * mean(ddx * pulled)
+        dx = -of.rstd * bent
+        if others[0] is not None:
+            dx += of.jacobian(dy * tgamma)
+        return gamma * pushed + tgamma * xhat + tbeta, dx
+
+    ddy, dx = _by_blocks(cache, [ddx, dy], 2, pull)
     dgamma = cache.norm.gamma
     if dgamma is not None:
-        dgamma = round_to(sum_rows(dy * pushed), dgamma.dtype).reshape(dgamma.shape)
-    if kind == "layer":
-        # For the means of products that follow: the reason of `project`.
-        g, ddx = g - mean(g), ddx - mean(ddx)
-    bent = mean(g * xhat) * pushed + mean(ddx * xhat) * pulled + xhat * mean(ddx * pulled)
-    dx = -of.rstd * bent
-    if ddgamma is not None:
-        dx += of.jacobian(dy * _vector(ddgamma))
-    return ddy, of.write(dx), dgamma
+        dgamma = round_to(sum_rows(np.stack(terms)), dgamma.dtype).reshape(dgamma.shape)
+    return ddy, dx, dgamma
 
 
 def _checked(
