@@ -446,10 +446,7 @@ def test_json_is_written_whole(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "r.json"]
 
 
-def test_piped_output_is_not_wrapped_at_80_columns(capsys, monkeypatch):
+def test_piped_output_has_lines_of_up_to_100_columns(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS")
     assert main(["check", write(CORE + USUAL)]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) > 80
-    (line,) = [line for line in out.splitlines() if line.startswith("mine.py: ")]
-    assert line.endswith("layer_norm_backward(dy, cache); x 2 x 3 x 8 float64")
+    assert 80 < max(map(len, capsys.readouterr().out.splitlines())) <= 100

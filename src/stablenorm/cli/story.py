@@ -43,7 +43,7 @@ _TIMED_ELEMENTS = 2**20
 _KERNEL = "fused CPU kernel"
 _FUSED = (
     "each way is one kernel that moves every array once between memory and caches; how, and for a GPU: "
-    'docs/explanation/fusing.md, the page "Fusing it into one kernel"'
+    'the page "Fusing it into one kernel"'
 )
 
 
