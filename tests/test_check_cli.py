@@ -230,6 +230,13 @@ CLASSES = {
         "name": "Norm(Layer)", "made_of": "", "make": "pass", "x": "x, w, b, eps=1e-5", "eps": "eps",
         "first": "self.w = w", "gamma": "self.w", "beta": "b",
         "store": "", "returned": "dx, dgamma, dbeta"},
+    "private slots, a switch": {
+        "slots": "__slots__ = '__gamma', '__beta', 'eps', 'held', 'dgamma', 'dbeta'", "made_of": "n, bias",
+        "make": "if bias: self.__gamma, self.__beta, self.eps = np.ones(n), np.zeros(n), 1e-5",
+        "gamma": "self.__gamma", "beta": "self.__beta"},
+    "rebound, by a rate of its own": {
+        "make": f"self.lr = 0.1; {ATTRIBUTES}",
+        "store": "self.gamma = self.gamma - self.lr * dgamma; self.beta = self.beta - self.lr * dbeta"},
     "x and dy, told that it trains": {
         "x": "x, training", "takes": "input, grad_output", "dy": "grad_output",
         "held": "stats(input, self.eps)"},
@@ -303,6 +310,7 @@ RAISES = CORE + USUAL.replace("return grads(dy, *cache)", "return grads(dy, *cac
 HIDDEN = layer("lists").replace("self.grads = ", "self.hidden = ")
 NOWHERE = layer("lists").replace("self.grads = ", "lost = ")
 UNKNOWN = layer("returned").replace("self.gamma", "self.a_2").replace("self.beta", "self.b_2")
+UNSEEN = layer("returned").replace("np.ones(n)", "[1.0] * n").replace("np.zeros(n)", "[0.0] * n")
 MY_RMS = RMS_FUNCTIONS.replace("rms_norm", "my").replace("rmsnorm", "my")
 MINE = "--forward my_forward --backward my_backward"
 PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
@@ -321,6 +329,9 @@ SAID = [
     (NOWHERE, "--shape 2 4", 1, "cause dgamma: found nowhere: the backward neither|cause dbeta: found nowhere"),
     (NOWHERE, "--shape 2 4 --only x", 0, "PASS for dx alone dgamma was not judged"),
     (UNKNOWN, "", 0, "gamma is a_2; beta is b_2"),
+    # Its gamma stays 1, and a backward without gamma is right.
+    (UNSEEN, "", 3, "INCONCLUSIVE: parameters|no gamma and no beta was found in LayerNorm"),
+    (UNSEEN, "--only x", 0, "PASS"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
     # RMS norms, by their name or by --kind; an offset of gamma.
     *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
@@ -359,7 +370,7 @@ SAID = [
     (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", 2, "NotImplementedError at mine.py:2"),
     (f"{FORWARD}exit(){BACKWARD}pass", "", 2, "SystemExit: None at mine.py:2"),
     (NO_CACHE, "", 2, "y and the 2 that the backward takes of it, got y and 1\n"),
-    (f"{FORWARD}return x, x, x\ndef layer_norm_backward(dy, x, rstd): ...", "", 2,
+    (f"{FORWARD}return x, eps, x\ndef layer_norm_backward(dy, x, rstd): ...", "", 2,
      "y and the 1 that the backward takes of it, got y and 2\n"),
     (f"def f(*args): 0{BACKWARD}0", "--forward f", 2, "must take (x, gamma, beta, eps), got f(*a"),
     (f"f = max{BACKWARD}pass", "--forward f", 2, "no signature found for builtin"),

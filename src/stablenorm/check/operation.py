@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -162,8 +162,14 @@ def arrays_in(
         yield path, owner
     elif depth and not isinstance(owner, (type, ModuleType)):
         named = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        slots = getattr(owner, "__slots__", ())
-        slots = (slots,) if isinstance(slots, str) else slots
+        # By the names under which they are stored: those of private slots hold the name of the class.
+        classes = [vars(class_) for class_ in type(owner).__mro__]
+        slots = [
+            name
+            for own in classes
+            for name, value in own.items()
+            if "__slots__" in own and isinstance(value, MemberDescriptorType)
+        ]
         listed = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
         parts = [*listed.items(), *named.items(), *((n, getattr(owner, n, None)) for n in slots)]
         for name, part in parts:

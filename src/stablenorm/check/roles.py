@@ -174,6 +174,12 @@ class Pair(NamedTuple):
         values, results = values | {"dy": dy}, [*self.of_backward.values()].count("result")
         if len(saved) == 1 and results > 1 and isinstance(saved[0], (tuple, list)):
             saved = [*saved[0]]
+        # All but dy may come from the cache, gamma too, of the shape that it has.
+        own_names = [name for name, role in self.of_backward.items() if role != "dy"]
+        if results and len(saved) == len(own_names) > results:
+            stored = dict(zip(own_names, saved, strict=True))
+            if all(np.shape(stored[n]) == np.shape(values[n]) for n in own_names if n in values):
+                values, saved = values | stored, []
         if results and len(saved) not in (0, results):
             msg = f"the forward must return y and the {results} that the backward takes of it, got y and {len(saved)}"
             raise FaultError(msg)
@@ -254,7 +260,7 @@ def _of_backward(backward: Function, of_forward: dict[str, str]) -> dict[str, st
     )
     roles, has_buffers = {dy: "dy", cache: "cache"}, "out" in of_forward.values()
     roles |= {
-        name: "rate" for name in needed if name not in of_forward and role_of(name, ("rate",))
+        name: "rate" for name in is_required if name not in of_forward and role_of(name, ("rate",))
     }
     roles.pop("", None)
     open_names = list[str]()

@@ -161,13 +161,9 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         norm.forward, backward, x, gamma, beta, arguments.eps, **options, progress=progress
     )
     show()
-    if norm.others and report.passed:
-        why = f"y depends on {', '.join(norm.others)} too, which is no gamma and no beta"
-        findings = (
-            *report.findings,
-            Finding("parameters", "every parameter is judged", "INCONCLUSIVE", why),
-        )
-        report = replace(report, findings=findings)
+    if norm.others and report.passed and not arguments.only:
+        unseen = Finding("parameters", "all are judged", "INCONCLUSIVE", norm.others)
+        report = replace(report, findings=(*report.findings, unseen))
     is_partial = report.passed and report.unjudged and not arguments.only
     status = {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
     head = f"{norm.signature()}; x {shape_text(data[0].shape)} {data[0].dtype}"

@@ -7,7 +7,7 @@ import math
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -136,8 +136,8 @@ class Norm(NamedTuple):
     name: str
     # What to say if it raises: its constructor got a guess.
     cure: str = ""
-    # What else y depends on.
-    others: Sequence[str] = ()
+    # Why not all parameters are judged; empty if they are.
+    others: str = ""
     # Arguments whose role their name does not tell, by role; and the roles of all, by name.
     unknown: Mapping[str, str] = MappingProxyType({})
     roles: Any = None
@@ -197,6 +197,10 @@ def adapt_class(
         """Return a new instance with these values in its parameters, and its methods."""
         lengths = tuple(x.shape[axis] for axis in axes)
         instance = make(lengths)
+        for attribute, value in getattr(instance, "__dict__", {}).copy().items():
+            # A learning rate of its own: a power of two, so that its step loses no digit.
+            if isinstance(value, float) and role_of(attribute, ("gamma", "rate")) == "rate":
+                setattr(instance, attribute, roles.RATE)
         bound = [getattr(instance, method) for method in methods]
         if not first:
             # Of all instances alike: to find them takes longer than most forwards.
@@ -242,9 +246,9 @@ def adapt_class(
             there = dict(arrays_in(instance))
             found = {role: there[path] for role, path in stored[0].items() if path in there}
             for path, role in places.items():
-                # A learning rate was applied.
-                if role not in stored[0] and not np.array_equal(*before[path]):
-                    found[role] = (before[path][1] - before[path][0]) / roles.RATE
+                # A learning rate was applied, in place or not.
+                if role not in stored[0] and not np.array_equal(there[path], before[path][1]):
+                    found[role] = (before[path][1] - there[path]) / roles.RATE
             gradients = found | {role: g for role, g in gradients.items() if g is not None}
             for role in places.values():
                 gradients.setdefault(role, _NOWHERE)
@@ -263,7 +267,10 @@ def adapt_class(
     told = "; ".join(f"{role} is {_spelled(path)}" for path, role in places.items())
     made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
     signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
-    return Norm(forward, backward, takes, lambda: signature, name, cure, others)
+    why = f"y depends on {', '.join(others)} too, which is no gamma and no beta" * bool(others)
+    if not takes:
+        why = f"no gamma and no beta was found in {name}: --only x judges the gradient of x alone"
+    return Norm(forward, backward, takes, lambda: signature, name, cure, why)
 
 
 def _spelled(path: tuple[str, ...]) -> str:
@@ -322,7 +329,7 @@ def _stored_gradients(
     new = {
         path: a
         for path, a in arrays_in(instance)
-        if id(a) not in owned and a.dtype.kind == "f"
+        if id(a) not in owned and path not in places and a.dtype.kind == "f"
         and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
     }  # fmt: skip
     found = dict[str, Any]()
@@ -405,11 +412,13 @@ def _maker(
         if unknown:
             guesses = itertools.product(firsts, rests)
             ways[:0] = [(dict(zip(unknown, (f, *rest), strict=True)), ()) for f, rest in guesses]
-        for k, (named, listed) in enumerate(ways):
+        # A required bias may be a switch.
+        switched = {a: True if role(a) in PARAMETERS else value for a, value in options.items()}
+        for k, ((named, listed), own) in enumerate(itertools.product(ways, (options, switched))):
             if works and k != works[0]:
                 continue
             try:
-                instance = class_(*listed, **named, **options)
+                instance = class_(*listed, **named, **own)
             except Exception as error:  # noqa: BLE001 - whatever a constructor raises
                 failures.append(str(FaultError.of(error)))
                 continue
