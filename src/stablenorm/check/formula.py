@@ -80,6 +80,10 @@ def _right(name: str, case: Case) -> dict[Term, float]:
 def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
     """Yield the terms that `name` may be made of; `core` for fewer, the usual ones."""
     axes, powers = case.x.ndim - 1, range(4) if core else range(-2, 5)
+    # Words for what is nothing else under another name.
+    there = {"dy", "g", "xhat"}
+    there |= {"x"} if case.kind == "layer" else set()
+    there |= set() if case.beta is None else {"y"}
     if name == "y":
         posts = "gamma xhat", "xhat", "gamma", "beta", "gamma beta", "gamma gamma xhat", "beta xhat"
         there = {"xhat", *["gamma"] * (case.gamma is not None), *["beta"] * (case.beta is not None)}
@@ -87,15 +91,14 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
     elif name != "dx":
         inner = "dy xhat", "dy", "dy x", "dy y", "g xhat", "g", "g x", "g y", "xhat", "x"
         for product, rows, power in itertools.product(inner[: 3 if core else None], _ROWS, powers):
-            # Without a mean, x is xhat / rstd; in one row, rstd is a number.
-            same = case.kind == "rms" and "x" in product.split()
-            if not same and (rows == "sum" or power == 2 * core):
+            # Without a mean, x is xhat / rstd, and without beta, y is gamma xhat; in one row, rstd is a number.
+            if {*product.split()} <= there and (rows == "sum" or power == 2 * core):
                 yield Term("", product, rows, power - 2 * core)
     else:
         kinds = ("g", "dy", "gamma g") if case.gamma is not None else ("g",)
         means = _MEANS[:1] if core or not axes else _MEANS if axes > 1 else (*_MEANS[:2], _MEANS[3])
         usual = [("", ""), ("xhat", " xhat")]
-        x = ("x", "y") if case.kind == "layer" else ("y",)
+        x = sorted(there & {"x", "y"})
         every = itertools.product(
             ("", *x, "xhat", "xhat xhat"), ("", " xhat", *(f" {a}" for a in x))
         )

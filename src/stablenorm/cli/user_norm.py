@@ -23,7 +23,7 @@ from stablenorm.types import Array
 
 # A class is a layer if it has a method of both lines.
 _METHODS = (
-    ("forward", "forward_pass", "fwd", "call", "apply", "__call__"),
+    ("forward", "forward_pass", "fwd", "__call__", "call", "apply"),
     ("backward", "backward_pass", "bwd", "backprop", "grad", "vjp"),
 )
 # The file's __name__: not "__main__", and no other module's name.
