@@ -331,6 +331,7 @@ SAID = [
     (UNKNOWN, "", 0, "gamma is a_2; beta is b_2"),
     # Its gamma stays 1, and a backward without gamma is right.
     (UNSEEN, "", 3, "INCONCLUSIVE: parameters|no gamma and no beta was found in LayerNorm"),
+    (UNSEEN.replace("[0.0] * n", "np.zeros(n)"), "", 3, "not all are judged: no gamma was found in LayerNorm"),
     (UNSEEN, "--only x", 0, "PASS"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
     # RMS norms, by their name or by --kind; an offset of gamma.

@@ -162,7 +162,7 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     )
     show()
     if norm.others and report.passed and not arguments.only:
-        unseen = Finding("parameters", "all are judged", "INCONCLUSIVE", norm.others)
+        unseen = Finding("parameters", "not all are judged", "INCONCLUSIVE", norm.others)
         report = replace(report, findings=(*report.findings, unseen))
     is_partial = report.passed and report.unjudged and not arguments.only
     status = {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)

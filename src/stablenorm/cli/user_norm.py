@@ -268,8 +268,9 @@ def adapt_class(
     made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
     signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
     why = f"y depends on {', '.join(others)} too, which is no gamma and no beta" * bool(others)
-    if not takes:
-        why = f"no gamma and no beta was found in {name}: --only x judges the gradient of x alone"
+    if "gamma" not in takes:
+        missing = " and no ".join(role for role in PARAMETERS if role not in takes)
+        why = f"no {missing} was found in {name}: --only x judges the gradient of x alone"
     return Norm(forward, backward, takes, lambda: signature, name, cure, why)
 
 
