@@ -67,7 +67,7 @@ def test_right_results_of_bundled_and_unusual_data_pass(arrays, options, words, 
 def test_the_story_is_one_screen_and_its_words_agree(capsys):
     assert main(["run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    # And one for the page.
+    # One more line names the page.
     assert len(lines) <= 31
     assert [line for line in lines if len(line) > 90 or line != line.rstrip()] == []
     names = " ".join(line[:10] for line in lines).split()

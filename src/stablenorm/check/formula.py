@@ -104,7 +104,7 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
         )
         odd = dict.fromkeys([*usual, *every])
         for power, over in itertools.product(powers, means):
-            # Where rows are summed, rstd may stand inside.
+            # Rstd may stand inside a sum over rows.
             own = kinds + tuple(f"{kind} rstd" for kind in kinds) * (over != "mean")
             for outer, after in usual if core or over != "mean" else odd:
                 yield from (Term(outer, kind + after, over, power) for kind in own)

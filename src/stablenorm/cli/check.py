@@ -61,7 +61,7 @@ from stablenorm.text import shape_text
 # Axes of x that are tried, and the normalized ones. All lengths differ, so that code which mixes up axes fails.
 _AXES = [(3, (-1,)), (2, (-1,)), (2, (0,)), (4, (1,)), (3, (-2, -1)), (2, (-2, -1)), (1, (-1,))]
 _LEADS = {0: (), 1: (6,), 2: (2, 3), 3: (2, 3, 4)}
-# What torch tensors have and arrays have not.
+# Attributes of torch tensors that arrays lack.
 _TORCH = r"torch|'dim'|unsqueeze|'keepdim'|'unbiased'"
 
 OPTIONS = {

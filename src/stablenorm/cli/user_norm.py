@@ -134,7 +134,7 @@ class Norm(NamedTuple):
     takes: tuple[str, ...]
     signature: Callable[[], str]
     name: str
-    # What to say if it raises: its constructor got a guess.
+    # The cure to name if it raises: its constructor got a guess.
     cure: str = ""
     # Why not all parameters are judged; empty if they are.
     others: str = ""
@@ -203,7 +203,7 @@ def adapt_class(
                 setattr(instance, attribute, roles.RATE)
         bound = [getattr(instance, method) for method in methods]
         if not first:
-            # Of all instances alike: to find them takes longer than most forwards.
+            # The same for all instances: to find them takes longer than most forwards.
             first.append((Pair.of(*bound), [inspect.signature(method) for method in bound]))
         pair, signatures = first[0]
         calls = map(roles.by_name, bound, signatures)
@@ -315,7 +315,7 @@ def _parameters(
                 is_parameter = np.max(np.abs(two - one - step)) <= size and arrays[path].size == n
                 is_shift = np.max(np.abs(step - other)) <= size
                 own[path] = "" if not is_parameter else "beta" if is_shift else "gamma"
-    # Of two arrays with one role, the one with a name for it.
+    # A name decides between two arrays with one role.
     order = sorted(own, key=lambda path: not any(role_of(part) == own[path] for part in path))
     chosen = {own[p]: p for p in reversed(order)}
     left = [_spelled(path) for path in own if not own[path] or path not in chosen.values()]
@@ -349,7 +349,7 @@ def _stored_gradients(
             is_named = gradient_role(last) == role or role_of(last, PARAMETERS) == role
             return 2 * (is_listed or is_beside or is_named) + any(name in whole for name in names)
 
-        # Of the right size, if one has it.
+        # An array of the right size is preferred.
         own = sorted(
             new, key=lambda other: (score(other) > 0, new[other].size == size, score(other))
         )

@@ -18,7 +18,7 @@ constexpr Index GROUP = 8, COLUMNS = 512;
 // KEPT rows (back_rows.h) need more room. Rows in pairs longer than EARLY are done one by one.
 constexpr Index EARLY = 4096, EARLY_KEPT = 256;
 
-// Longer rows are done one by one with rounding to nearest: four would fill 256 MiB of scratch memory.
+// Longer rows are done one by one with rounding to nearest: what four of 16 bits keep (`kept`) takes 64 MiB at this length.
 constexpr Index LONG = 1 << 20;
 
 // Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.

@@ -186,7 +186,7 @@ template <class M, int Y> struct Affine {
 // 400 us, from its beginning 1300. For the same reason all R rows are read before one is written.
 INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to - (uintptr_t)from - 1) % 4096 < 1023; }
 
-// Where prefetches go: far ones into the second-level cache, since two rows of 16 KB would fill the first; the backward
+// Prefetches: far ones go into the second-level cache, since two rows of 16 KB would fill the first; the backward
 // prefetches NEAR columns into the first as well. Zen 4, two threads, float32 past the caches, 10^9 elements a second with far
 // ones into the first level alone, and so: forward of (131072, 256) 3.7 and 4.0, (65536, 512) 3.6 and 5.3, (2048, 16384) 4.0
 // and 4.6; backward 2.2 and 3.6, 1.9 and 3.1, 2.3 and 2.7. Nothing is lost in the caches.

@@ -156,7 +156,7 @@ def round_to(value: Array, dtype: np.dtype[Any], low: Any = None) -> Array:
     if dtype.type is np.float64:
         return value
     if low is not None:
-        # Where `value` is inexact and even, take its neighbour beyond `low`.
+        # Take the neighbour beyond `low` if `value` is inexact and even.
         even = (value.view(np.uint64) & np.uint64(1)) == 0
         beyond = np.nextafter(value, np.copysign(np.inf, low))
         value = np.where(even & (low != 0) & np.isfinite(value), beyond, value)
