@@ -25,6 +25,7 @@ from stablenorm.backends import choose
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks, keywords, operations
 from stablenorm.reference import sums
+from stablenorm.reference.exact import nearest
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
 # An array and the axes of x that its axes are, or (None, None).
@@ -268,7 +269,6 @@ def _again(which: int, dy: Any, uncertified: Any, *block: Any) -> Any:
 
 def _decided(values: Any, exact: Any) -> Any:
     """Return rounded sums, but those that have an exact sum, not 0, by that."""
-    result = values.copy()
-    places = zip(*exact.nonzero(), strict=True)
-    sums.decide(result, ((place, exact[place]) for place in places))
+    result, places = values.copy(), exact != 0
+    result[places] = nearest(exact[places], values.dtype)
     return result

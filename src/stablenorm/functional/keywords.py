@@ -76,7 +76,8 @@ from stablenorm.call import Backward, Forward
 from stablenorm.functional.layout import Layout, Lead, layout_of
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
-from stablenorm.reference.sums import NOTHING, PARTIAL, merged
+from stablenorm.reference.exact import Number
+from stablenorm.reference.sums import PARTIAL, merged
 from stablenorm.types import Array, Cache, Norm, Statistics
 
 # The faster constructor of a NamedTuple.
@@ -292,7 +293,7 @@ def _part_of(call: Backward, part: Part, gamma: Any, sums: list[Any], i: int) ->
 def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
     """Return the exact sums, dgamma (0) or dbeta (1), of the columns that are asked for; 0 for others."""
     layout, whole = layout_of(cache.x.shape, cache.axis), np.zeros(asked.shape, object)
-    whole[asked] = NOTHING
+    whole[asked] = Number()
     if not asked.any() or not cache.x.size:
         return whole
     rows = rows_of(dy, layout)[0], rows_of(cache.x, layout)[0]
@@ -303,6 +304,5 @@ def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
         columns = every if part[2] is None else part[2]
         places = flags[part[4], columns].nonzero()[0]
         one = _part_of(call, part, None, [None, None], 0)
-        for j, total in uncertified.exact_sums(one, which, places):
-            sums[part[4], columns[j]] += total
+        sums[part[4], columns[places]] += uncertified.exact_sums(one, which, places)
     return whole

@@ -150,7 +150,8 @@ def _finish_backward(
     dgamma, dbeta = parts if unrounded else sums
     of_sums = call._replace(dgamma=dgamma, dbeta=dbeta)
     unsummed = np.flatnonzero(marks & _UNSUMMED)
-    uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
+    others = parts if len(unsummed) else None
+    uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, others)
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
 
