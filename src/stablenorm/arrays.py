@@ -130,23 +130,19 @@ def empty_like(like: Array) -> Array:
 contiguous = np.ascontiguousarray
 
 
-def rows(
-    array: Array, layout: Any, read: bool = True, over: Array | None = None
-) -> tuple[Array, bool]:
+def rows(array: Array, layout: Any, read: bool = True, over: Array | None = None) -> Array:
     """
-    Return an array as plain rows by a layout, and whether they are a view of it.
+    Return an array as plain rows by a layout, if its strides allow a view; `over` tells what a view may not lie over.
 
-    Else they are a copy; or, unless `read`, new rows for results, which never lie over the array `over`.
+    Else they are a copy; or, unless `read`, new rows for results. These own their memory.
     """
-    try:
+    moved = array.transpose(layout.order)
+    with contextlib.suppress(ValueError):
         # A memmap becomes a plain view.
-        moved = np.asarray(array).transpose(layout.order)
-        view = moved.reshape(layout.shape, copy=False)
+        view = np.asarray(moved).reshape(layout.shape, copy=False)
         is_apart = over is None or not np.may_share_memory(view, over)
         if is_apart and (view.shape[1] == 1 or view.strides[1] == view.itemsize):
-            return view, True
-    except ValueError:
-        pass
+            return view
     new = memory.empty if array.nbytes >= memory.LARGE else np.empty
     try:
         made = new(layout.shape, array.dtype)
@@ -158,7 +154,7 @@ def rows(
         raise MemoryError(msg) from None
     if read:
         made.reshape(layout.lengths)[...] = moved
-    return made, False
+    return made
 
 
 # ---- axes ----

@@ -243,7 +243,7 @@ def _backward(asked: Any, dy: Any, dsum: Any, *block: Any) -> Gradients:
         for name, parameter in (("gamma", cache.norm.gamma), ("beta", cache.norm.beta))
     )
     out = Gradients(dx, *totals)
-    operations.run_backward(dy, cache, out, dsum, partial=True, threads=threads_of_task())
+    operations.run_backward(dy, cache, out, dsum, threads_of_task())
     return out
 
 

@@ -17,7 +17,6 @@ from stablenorm.arrays import (
     shown_axis,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
-from stablenorm.functional.layout import Layout, Lead
 from stablenorm.types import (
     NAMES,
     Array,
@@ -153,32 +152,34 @@ def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -
     return cache
 
 
-def check_sum_axes(sum_axes: Any, cache: Cache, layout: Layout) -> tuple[Lead | None, Shape]:
-    """Return the lead of the sums, None by default, and the shape of dgamma and dbeta."""
-    x, axes = cache.x, cache.axis
-    if sum_axes is None:
-        return None, ()
+def summed(sum_axes: Any, cache: Cache) -> tuple[Norm, Shape]:
+    """Return the norm of a cache with a gamma and a beta for each sum over `sum_axes`, and the shape of the sums."""
+    x, axes, norm = cache.x, cache.axis, cache.norm
     try:
         asked = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
-        summed = normalize_axis_tuple(asked, x.ndim)
+        over = normalize_axis_tuple(asked, x.ndim)
     except TypeError:
         msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
         raise TypeError(msg) from None
     except (ValueError, OverflowError):
-        summed = axes
-    if set(summed) & set(axes):
+        over = axes
+    if set(over) & set(axes):
         msg = (
             f"sum_axes must name axes of x, which has {x.ndim} dimensions, each once, but not what "
             f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
         )
         raise ValueError(msg)
-    others = layout.order[: len(layout.leading)]
-    lead = tuple(1 if axis in summed else x.shape[axis] for axis in others)
-    for name, parameter in (("gamma", cache.norm.gamma), ("beta", cache.norm.beta)):
-        if not fits(layout.lead_of(parameter), lead):
+    order = (*(axis for axis in range(x.ndim) if axis not in axes), *axes)
+    lengths = tuple(1 if axis in over else x.shape[axis] for axis in order)
+    pair = []
+    for name, parameter in (("gamma", norm.gamma), ("beta", norm.beta)):
+        if parameter is not None and not fits(parameter.shape, lengths):
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
-    return lead, tuple(x.shape[axis] for axis in layout.order if axis not in summed)
+        pair.append(parameter if parameter is None else np.broadcast_to(parameter, lengths))
+    return norm._replace(gamma=pair[0], beta=pair[1]), tuple(
+        x.shape[i] for i in order if i not in over
+    )
 
 
 def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:

@@ -25,6 +25,11 @@ class Layout(NamedTuple):
     leading: Shape
     shape: tuple[int, int]
 
+    def put_back(self, rows: Any, array: Any) -> None:
+        """Write new rows, which own their memory, to the array that they stand for."""
+        if rows is not None and rows.flags.owndata:
+            array.transpose(self.order)[...] = rows.reshape(self.lengths)
+
     def mask(self, where: Array | None) -> Any:
         """Return the rows of a mask in x's dimensions: (rows, n), or (rows, 1) of whole rows."""
         if where is None or not where.size:
@@ -32,17 +37,23 @@ class Layout(NamedTuple):
         return where.transpose(self.order).reshape(self.shape[0], -1)
 
     def lead_of(self, parameter: Array | None) -> Lead:
-        """Return the lead of gamma or beta, or of a sum of its shape."""
-        leading = len(self.leading)
-        own: Lead = ()
-        if parameter is not None:
-            own = parameter.shape[: parameter.ndim + leading - len(self.order)]
-        return (1,) * (leading - len(own)) + own
+        """Return the lead of gamma or beta."""
+        own = () if parameter is None else parameter.shape[: len(self.leading) - len(self.order)]
+        return (1,) * (len(self.leading) - len(own)) + own
 
-    def numbers(self, lead: Lead) -> Array:
+    def samples(self, lead: Lead) -> Array:
         """Return for each row the number of its gamma, beta or sum in their lead."""
         numbers = np.arange(math.prod(lead)).reshape(lead)
         return (numbers + np.zeros(self.leading, int)).reshape(-1)
+
+    def of_samples(self, parameter: Array | None, lead: Lead) -> Any:
+        """Return gamma or beta as (samples, n); None if there are none."""
+        n = self.shape[1]
+        if parameter is None or not math.prod(lead):
+            return None
+        if math.prod(lead) > 1:
+            parameter = np.broadcast_to(parameter, lead + self.lengths[len(lead) :])
+        return parameter.reshape(-1, n)
 
 
 @functools.lru_cache(256)

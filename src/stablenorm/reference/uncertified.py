@@ -5,7 +5,6 @@ With ``rounding="nearest"``, kernels send rows and columns here whose bounds con
 backend sends all. With any rounding, both send the rows that are out of range.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from stablenorm.call import Backward, Forward
 from stablenorm.reference.equations import BLOCK, FLOAT64
 from stablenorm.reference.exact import Number, Row, nearest, numbers_of
-from stablenorm.reference.sums import as_partial, merged, rounded
+from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Statistics
 
 
@@ -65,13 +64,13 @@ def finish_sums(call: Backward, columns: Array, unsummed: Array, partial: Any) -
         uncertified = columns[k]
         if partial is not None:
             part = _with_rows(call, k, unsummed, partial[k])
-            if call.partial:
+            if total.dtype == PARTIAL:
                 total[...] = part
                 continue
             total[...], uncertified = rounded(part, total.dtype)
             # A sum of 0 may lack terms that underflowed.
             uncertified |= (part["high"] == 0) & (len(unsummed) > 0)
-        if call.partial:
+        if total.dtype == PARTIAL:
             # The caller merges these, finds them uncertified, and asks for exact sums.
             total["error"][uncertified] = np.inf
         else:
