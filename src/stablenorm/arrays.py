@@ -136,13 +136,15 @@ def rows(array: Array, layout: Any, read: bool = True, over: Array | None = None
 
     Else they are a copy; or, unless `read`, new rows for results. These own their memory.
     """
-    moved = array.transpose(layout.order)
-    with contextlib.suppress(ValueError):
-        # A memmap becomes a plain view.
-        view = np.asarray(moved).reshape(layout.shape, copy=False)
+    # A memmap becomes a plain view.
+    moved = np.asarray(array).transpose(layout.order)
+    try:
+        view = moved.reshape(layout.shape, copy=False)
         is_apart = over is None or not np.may_share_memory(view, over)
         if is_apart and (view.shape[1] == 1 or view.strides[1] == view.itemsize):
             return view
+    except ValueError:
+        pass
     new = memory.empty if array.nbytes >= memory.LARGE else np.empty
     try:
         made = new(layout.shape, array.dtype)

@@ -84,7 +84,10 @@ class Statistics(NamedTuple):
 
     def of_rows(self, rows: Any) -> "Statistics":
         """Return the statistics of some rows."""
-        return Statistics._make([None if word is None else word[rows] for word in self])
+        words = []
+        for word in self:
+            words.append(word if word is None else word[rows])
+        return tuple.__new__(Statistics, words)
 
 
 # The names of the gradients, in their order.

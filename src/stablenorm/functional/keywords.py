@@ -98,14 +98,9 @@ class Part(NamedTuple):
     sample: int = 0
 
 
-_WHOLE, _NOTHING = (Part(rows, rows) for rows in (slice(None), slice(0)))
-
-
 def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
     """Return the parts of a call, at least one."""
-    if mask is None and math.prod(lead) == 1:
-        return [_WHOLE]
-    keys = samples = layout.samples(lead)
+    keys = samples = layout.numbers(lead)
     inside = mask if mask is not None and mask.shape[1] > 1 else None
     if inside is not None:
         # Rows of one sample and of equal bits get one number.
@@ -129,23 +124,28 @@ def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
         elif last - first == len(rows) - 1:
             at = rows = slice(first, last + 1)
         parts.append(Part(at, rows, columns, int(samples[first])))
-    return parts or [_NOTHING]
+    return parts or [Part(slice(0), slice(0))]
 
 
-def _with_offset(backend: str, norm: Norm) -> Norm:
-    """Return `norm` with gamma_offset added to gamma; gamma and beta are in C order."""
-    gamma, beta, contiguous = norm.gamma, norm.beta, arrays_of(backend).contiguous
-    if norm.gamma_offset and gamma is not None:
-        gamma = gamma.astype(np.float64) + norm.gamma_offset
-    gamma, beta = (v if v is None else contiguous(v) for v in (gamma, beta))
-    return _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
+def _prepared(backend: str, norm: Norm, n: int) -> Norm:
+    """Return `norm` with gamma_offset added to gamma; gamma and beta are in C order, vectors if they are one for all rows."""
+    own, offset = [], norm.gamma_offset
+    for value in (norm.gamma, norm.beta):
+        parameter: Any = value
+        if value is not None:
+            parameter = value.astype(np.float64) + offset if offset else value
+            parameter = arrays_of(backend).contiguous(parameter)
+            parameter = parameter.reshape(-1) if parameter.size == n else parameter
+        own.append(parameter)
+        offset = 0.0
+    return norm._replace(gamma=own[0], beta=own[1], gamma_offset=0.0)
 
 
-def _norm_of(part: Part, gammas: Any, betas: Any, norm: Norm) -> Norm:
+def _norm_of(part: Part, norm: Norm, gammas: Any, betas: Any = None) -> Norm:
     """Return the norm of a part."""
     own = []
     for values in (gammas, betas):
-        vector = None if values is None else values[part.sample]
+        vector = values if values is None else values[part.sample]
         own.append(vector if vector is None or part.columns is None else vector[part.columns])
     return _new(Norm, (*own, norm.eps, norm.kind, 0.0, norm.rounding))
 
@@ -159,42 +159,32 @@ def _room(part: Part, results: Any) -> Any:
 
 def forward(backend: str, call: Forward, layout: Layout, where: Array | None) -> Any:
     """Do a forward of rows whose gamma and beta are as the user gave them; return the statistics."""
-    norm, do, mask = (
-        _with_offset(backend, call.norm),
-        module_of(backend).forward,
-        layout.mask(where),
-    )
-    both = zip(layout.lead_of(norm.gamma), layout.lead_of(norm.beta), strict=True)
-    lead = tuple([b if a == 1 else a for a, b in both])
+    x, norm, y, keep, residual, total, threads = call
+    norm, do = _prepared(backend, norm, layout.shape[1]), module_of(backend).forward
+    mask = where if where is None else layout.mask(where)
+    lead = layout.lead_of(norm.gamma, norm.beta)
+    if mask is None and math.prod(lead) == 1:
+        return do(_new(Forward, (x, norm, y, keep, residual, total, threads)))
     gammas, betas = layout.of_samples(norm.gamma, lead), layout.of_samples(norm.beta, lead)
     parts, done = parts_of(layout, lead, mask), list[Any]()
-    x, residual, total, y, keep, threads = (
-        call.x,
-        call.residual,
-        call.total,
-        call.y,
-        call.keep,
-        call.threads,
-    )
     if mask is not None:
         y[...] = 0
-    if residual is not None and (mask is not None or not isinstance(parts[0].at, slice)):
+    if residual is not None:
         add(x, residual, total)
-        x, residual = total, None
+        x = total
     for part in parts:
-        own, of_y = _norm_of(part, gammas, betas, norm), _room(part, y)
-        added = (None, None) if residual is None else (residual[part.at], total[part.at])
-        done.append(do(_new(Forward, (x[part.at], own, of_y, keep, *added, threads))))
+        own, of_y = _norm_of(part, norm, gammas, betas), _room(part, y)
+        done.append(do(_new(Forward, (x[part.at], own, of_y, keep, None, None, threads))))
         if not isinstance(part.at, slice):
             y[part.at] = of_y
-    return _joined(parts, done, len(x)) if keep and parts[0] is not _WHOLE else done[0]
+    return _joined(parts, done, len(x)) if keep else None
 
 
 def _joined(parts: list[Part], done: list[Statistics], count: int) -> Statistics:
     """Return the statistics of all rows, 0 for rows of no part."""
     words = []
     for of_parts in zip(*done, strict=True):
-        whole = None if all(word is None for word in of_parts) else np.zeros(count)
+        whole = None if {*map(type, of_parts)} == {type(None)} else np.zeros(count)
         for part, word in zip(parts, of_parts, strict=True):
             if whole is not None:
                 # Rows without digits that others have go to integers.
@@ -205,33 +195,35 @@ def _joined(parts: list[Part], done: list[Statistics], count: int) -> Statistics
 
 def backward(backend: str, call: Backward, layout: Layout, where: Array | None) -> None:
     """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
-    norm, mask = _with_offset(backend, call.norm), layout.mask(where)
-    call, lead, of_beta = (
-        call._replace(norm=norm),
-        layout.lead_of(norm.gamma),
-        layout.lead_of(norm.beta),
-    )
+    norm, n = _prepared(backend, call.norm, layout.shape[1]), layout.shape[1]
+    mask = where if where is None else layout.mask(where)
+    lead, of_beta = layout.lead_of(norm.gamma), layout.lead_of(norm.beta)
+    sums: list[Any] = []
+    for total in (call.dgamma, call.dbeta):
+        sums.append(total if total is None else total.reshape(-1, n))
+    if mask is None and math.prod(lead) == math.prod(of_beta) == 1:
+        flat = [v if v is None else v[0] for v in sums]
+        fields = call.dy, call.x, norm, call.statistics, call.dx, *flat, call.dsum, call.threads
+        module_of(backend).backward(_new(Backward, fields))
+        return
     if call.dbeta is not None and of_beta != lead:
         # dbeta alone needs no gamma.
-        alone = call._replace(norm=norm._replace(gamma=None), dx=None, dgamma=None)
-        _one_pass(backend, alone, layout, mask, of_beta)
-        call = call._replace(dbeta=None)
-    _one_pass(backend, call, layout, mask, lead)
+        alone = call._replace(norm=norm._replace(gamma=None), dx=None)
+        _one_pass(backend, alone, [None, sums[1]], layout, mask, of_beta)
+        sums[1] = None
+    _one_pass(backend, call._replace(norm=norm), sums, layout, mask, lead)
 
 
-def _one_pass(backend: str, call: Backward, layout: Layout, mask: Any, lead: Lead) -> None:
-    """Do a backward whose sums have one lead."""
+def _one_pass(
+    backend: str, call: Backward, sums: list[Any], layout: Layout, mask: Any, lead: Lead
+) -> None:
+    """Write dx, and sums that have one lead."""
     do, n, gammas = (
         module_of(backend).backward,
         layout.shape[1],
         layout.of_samples(call.norm.gamma, lead),
     )
-    parts, dx, inside = (
-        parts_of(layout, lead, mask),
-        call.dx,
-        mask is not None and mask.shape[1] > 1,
-    )
-    sums: list[Any] = [v if v is None else v.reshape(-1, n) for v in (call.dgamma, call.dbeta)]
+    dx, inside = call.dx, mask is not None and mask.shape[1] > 1
     if mask is not None:
         for result in (dx, *sums):
             if result is not None:
@@ -240,21 +232,17 @@ def _one_pass(backend: str, call: Backward, layout: Layout, mask: Any, lead: Lea
             dx[...] = call.dsum
     # By sample, the sums of its parts, which are rounded once.
     groups: list[dict[int, list[Array]]] = [{}, {}]
-    for part in parts:
-        own, of_dx, totals = _norm_of(part, gammas, None, call.norm), _room(part, dx), list[Any]()
+    for part in parts_of(layout, lead, mask):
+        own, of_dx, totals = _norm_of(part, call.norm, gammas), _room(part, dx), list[Any]()
         for total in sums:
             if total is not None and inside:
                 kind = PARTIAL if total.dtype == PARTIAL else float
                 totals.append(np.zeros(n if part.columns is None else len(part.columns), kind))
             else:
                 totals.append(total if total is None else total[part.sample])
-        one = _part_of(call, part)
-        do(
-            _new(
-                Backward,
-                (one.dy, one.x, own, one.statistics, of_dx, *totals, one.dsum, call.threads),
-            )
-        )
+        one = _inputs(call, part)
+        results = of_dx, *totals, one.dsum, call.threads
+        do(_new(Backward, (one.dy, one.x, own, one.statistics, *results)))
         if of_dx is not None and not isinstance(part.at, slice):
             dx[part.at] = of_dx
         for of_samples, total in zip(groups, totals if inside else [], strict=False):
@@ -271,10 +259,10 @@ def _one_pass(backend: str, call: Backward, layout: Layout, mask: Any, lead: Lea
             result[sample] = whole
 
 
-def _part_of(call: Backward, part: Part) -> Backward:
+def _inputs(call: Backward, part: Part) -> Backward:
     """Return what a backward of a part reads."""
     dsum = None if call.dsum is None else call.dsum[part.at]
-    statistics = call.statistics if part is _WHOLE else call.statistics.of_rows(part.rows)
+    statistics = call.statistics.of_rows(part.rows)
     fields = call.dy[part.at], call.x[part.at], call.norm, statistics, None, None, None, dsum, None
     return _new(Backward, fields)
 
@@ -295,9 +283,10 @@ def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
         return whole
     call = Backward(rows_of(dy, layout), rows_of(cache.x, layout), cache.norm, cache.statistics)
     sums, flags = (v.reshape(-1, layout.shape[1]) for v in (whole, asked))
-    for part in parts_of(layout, layout.lead_of(asked), layout.mask(cache.where)):
+    mask = None if cache.where is None else layout.mask(cache.where)
+    for part in parts_of(layout, layout.lead_of(asked), mask):
         columns = np.arange(layout.shape[1]) if part.columns is None else part.columns
         places = flags[part.sample, columns].nonzero()[0]
-        some = uncertified.exact_sums(_part_of(call, part), which, places)
+        some = uncertified.exact_sums(_inputs(call, part), which, places)
         sums[part.sample, columns[places]] += some
     return whole

@@ -27,33 +27,33 @@ class Layout(NamedTuple):
 
     def put_back(self, rows: Any, array: Any) -> None:
         """Write new rows, which own their memory, to the array that they stand for."""
-        if rows is not None and rows.flags.owndata:
+        if rows.flags.owndata:
             array.transpose(self.order)[...] = rows.reshape(self.lengths)
 
-    def mask(self, where: Array | None) -> Any:
+    def mask(self, where: Array) -> Any:
         """Return the rows of a mask in x's dimensions: (rows, n), or (rows, 1) of whole rows."""
-        if where is None or not where.size:
-            return None
-        return where.transpose(self.order).reshape(self.shape[0], -1)
+        return where.transpose(self.order).reshape(self.shape[0], -1) if where.size else None
 
-    def lead_of(self, parameter: Array | None) -> Lead:
-        """Return the lead of gamma or beta."""
-        own = () if parameter is None else parameter.shape[: len(self.leading) - len(self.order)]
-        return (1,) * (len(self.leading) - len(own)) + own
+    def lead_of(self, *parameters: Array | None) -> Lead:
+        """Return the lead of gamma, of beta, or of both together."""
+        lead = (1,) * len(self.leading)
+        for parameter in parameters:
+            if parameter is not None and parameter.size != self.shape[1]:
+                own = parameter.shape[: len(self.leading) - len(self.order)]
+                lead = (np.zeros(lead, bool) | np.zeros(own, bool)).shape
+        return lead
 
-    def samples(self, lead: Lead) -> Array:
-        """Return for each row the number of its gamma, beta or sum in their lead."""
+    def numbers(self, lead: Lead, within: Lead | None = None) -> Array:
+        """Return for each row, or each place of another lead, the number of its gamma, beta or sum in a lead."""
         numbers = np.arange(math.prod(lead)).reshape(lead)
-        return (numbers + np.zeros(self.leading, int)).reshape(-1)
+        return (numbers + np.zeros(self.leading if within is None else within, int)).reshape(-1)
 
     def of_samples(self, parameter: Array | None, lead: Lead) -> Any:
-        """Return gamma or beta as (samples, n); None if there are none."""
-        n = self.shape[1]
-        if parameter is None or not math.prod(lead):
+        """Return gamma or beta as (samples, n), a row for each place of a lead; None if there is none."""
+        if parameter is None or not parameter.size:
             return None
-        if math.prod(lead) > 1:
-            parameter = np.broadcast_to(parameter, lead + self.lengths[len(lead) :])
-        return parameter.reshape(-1, n)
+        rows = parameter.reshape(-1, self.shape[1])
+        return rows[self.numbers(self.lead_of(parameter), lead)]
 
 
 @functools.lru_cache(256)

@@ -61,11 +61,14 @@ def _forward(
     layout = layout_of(x.shape, axes)
     rows = arrays.rows(x, layout)
     of_y = arrays.rows(y, layout, False, rows)
-    added = [v if v is None else arrays.rows(v, layout, v is residual) for v in (residual, total)]
-    call = _new(Forward, (rows, norm, of_y, keep, *added, threads))
+    of_total = None
+    if residual is not None:
+        residual, of_total = arrays.rows(residual, layout), arrays.rows(total, layout, False)
+    call = _new(Forward, (rows, norm, of_y, keep, residual, of_total, threads))
     statistics = keywords.forward(name, call, layout, where)
     layout.put_back(of_y, y)
-    layout.put_back(added[1], total)
+    if of_total is not None:
+        layout.put_back(of_total, total)
     return y, _new(Cache, (source, norm, axes, statistics, name, where)) if keep else None
 
 
@@ -97,21 +100,24 @@ def _backward(
     dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache", dtype=x.dtype)
     if dsum is not None:
         dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape, dtype=x.dtype)
-    likes: list[Any] = [x, cache.norm.gamma, cache.norm.beta]
+    likes: dict[str, Any] = {
+        "out.dx": x, "out.dgamma": cache.norm.gamma, "out.dbeta": cache.norm.beta,
+    }  # fmt: skip
     if sum_axes is not None:
         norm, shape = checks.summed(sum_axes, cache)
         cache = cache._replace(norm=norm)
-        likes[1:] = [v if v is None else np.empty(shape, v.dtype) for v in likes[1:]]
-    asked = checks.asked_names(wrt)
-    called = {
-        f"out.d{which}": like if which in asked else None
-        for which, like in zip(NAMES, likes, strict=True)
-    }
+        for name in ("out.dgamma", "out.dbeta"):
+            like = likes[name]
+            likes[name] = like if like is None else np.empty(shape, like.dtype)
+    if wrt is not NAMES:
+        asked = checks.asked_names(wrt)
+        for which, name in zip(NAMES, likes, strict=True):
+            likes[name] = likes[name] if which in asked else None
     named = {"x": x, "gamma": cache.norm.gamma, "dy": dy, "dsum": dsum}
-    gradients = checks.checked_gradients(arrays, out, called, named, accumulate)
-    into = gradients
+    gradients = into = checks.checked_gradients(arrays, out, likes, named, accumulate)
     if accumulate:
-        into = Gradients(into.dx, *(v if v is None else np.zeros(v.shape) for v in gradients[1:]))
+        wide = (v if v is None else np.zeros(v.shape) for v in gradients[1:])
+        into = Gradients(gradients.dx, *wide)
     run_backward(dy, cache, into, dsum)
     if accumulate:
         keywords.accumulate(gradients, into)
@@ -123,18 +129,22 @@ def run_backward(
 ) -> None:
     """Do a backward into gradients of checked arrays; sums over rows of `reference.sums.PARTIAL` are not rounded."""
     arrays, layout = arrays_of(cache.backend), layout_of(cache.x.shape, cache.axis)
-    dx, sums = gradients.dx, list[Any](gradients[1:])
-    made = [v if v is None else arrays.contiguous(v) for v in sums]
+    dx, results, sums = gradients.dx, list[Any](gradients[1:]), list[Any]()
+    for result in results:
+        sums.append(result if result is None else arrays.contiguous(result))
     if cache.x.size:
         x, rows = arrays.rows(cache.x, layout), arrays.rows(dy, layout)
         of_dx = dx if dx is None else arrays.rows(dx, layout, False, rows)
         of_dsum = dsum if dsum is None else arrays.rows(dsum, layout)
-        fields = rows, x, cache.norm, cache.statistics, of_dx, *made, of_dsum, threads
+        fields = rows, x, cache.norm, cache.statistics, of_dx, *sums, of_dsum, threads
         keywords.backward(cache.backend, _new(Backward, fields), layout, cache.where)
-        layout.put_back(of_dx, dx)
-    for result, total in zip(sums, made, strict=True):
-        if total is not None and not cache.x.size:
-            # A sum over no rows.
-            total[...] = np.zeros((), total.dtype)
+        if of_dx is not None:
+            layout.put_back(of_dx, dx)
+    else:
+        for total in sums:
+            if total is not None:
+                # A sum over no rows.
+                total[...] = np.zeros((), total.dtype)
+    for result, total in zip(results, sums, strict=True):
         if total is not result:
             result[...] = total

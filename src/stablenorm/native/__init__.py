@@ -89,15 +89,20 @@ def forward(call: Forward) -> Any:
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does; it does what kernels decline."""
     norm, sums, partial = call.norm, (call.dgamma, call.dbeta), None
-    if any(v is not None and v.dtype == PARTIAL for v in sums):
+    wanted = []
+    for name, result in zip(NAMES, (call.dx, *sums), strict=True):
+        if result is not None:
+            wanted.append(name)
+    if PARTIAL in (getattr(sums[0], "dtype", None), getattr(sums[1], "dtype", None)):
         partial = np.zeros((2, call.x.shape[1], 3))
     elif call.dbeta is not None:
         # Kernels return the gradient of what there is: dbeta stands for beta, which no backward reads.
         norm = _new(Norm, (norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
     cache = _new(Cache, (call.x, norm, (1,), call.statistics, "native", None))
     out = (call.dx, *((None, None) if partial is not None else sums))
-    wanted = tuple([name for name, v in zip(NAMES, (call.dx, *sums), strict=True) if v is not None])
-    done = plain_backward(call.dy, cache, norm.kind, wanted, out, call.dsum, call.threads, partial)
+    done = plain_backward(
+        call.dy, cache, norm.kind, tuple(wanted), out, call.dsum, call.threads, partial
+    )
     if done is None:
         reference.backward(_declined(call))
     elif partial is not None:
