@@ -169,17 +169,16 @@ def summed(sum_axes: Any, cache: Cache) -> tuple[Norm, Shape]:
             f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
         )
         raise ValueError(msg)
-    order = (*(axis for axis in range(x.ndim) if axis not in axes), *axes)
-    lengths = tuple(1 if axis in over else x.shape[axis] for axis in order)
+    order = [axis for axis in range(x.ndim) if axis not in axes] + list(axes)
+    lengths = tuple([1 if axis in over else x.shape[axis] for axis in order])
     pair = []
     for name, parameter in (("gamma", norm.gamma), ("beta", norm.beta)):
         if parameter is not None and not fits(parameter.shape, lengths):
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
         pair.append(parameter if parameter is None else np.broadcast_to(parameter, lengths))
-    return norm._replace(gamma=pair[0], beta=pair[1]), tuple(
-        x.shape[i] for i in order if i not in over
-    )
+    shape = tuple([x.shape[axis] for axis in order if axis not in over])
+    return norm._replace(gamma=pair[0], beta=pair[1]), shape
 
 
 def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:

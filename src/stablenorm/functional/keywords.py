@@ -93,9 +93,9 @@ class Part(NamedTuple):
     at: Any
     rows: Any
     # None: all.
-    columns: Any = None
+    columns: Any
     # The number of its gamma, beta and sums in their lead.
-    sample: int = 0
+    sample: int
 
 
 def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
@@ -123,8 +123,8 @@ def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
             at = rows[:, None], columns
         elif last - first == len(rows) - 1:
             at = rows = slice(first, last + 1)
-        parts.append(Part(at, rows, columns, int(samples[first])))
-    return parts or [Part(slice(0), slice(0))]
+        parts.append(_new(Part, (at, rows, columns, int(samples[first]))))
+    return parts or [Part(slice(0), slice(0), None, 0)]
 
 
 def _prepared(backend: str, norm: Norm, n: int) -> Norm:
@@ -138,7 +138,7 @@ def _prepared(backend: str, norm: Norm, n: int) -> Norm:
             parameter = parameter.reshape(-1) if parameter.size == n else parameter
         own.append(parameter)
         offset = 0.0
-    return norm._replace(gamma=own[0], beta=own[1], gamma_offset=0.0)
+    return _new(Norm, (*own, norm.eps, norm.kind, 0.0, norm.rounding))
 
 
 def _norm_of(part: Part, norm: Norm, gammas: Any, betas: Any = None) -> Norm:
@@ -218,12 +218,11 @@ def _one_pass(
     backend: str, call: Backward, sums: list[Any], layout: Layout, mask: Any, lead: Lead
 ) -> None:
     """Write dx, and sums that have one lead."""
-    do, n, gammas = (
-        module_of(backend).backward,
-        layout.shape[1],
+    do, n, dx = module_of(backend).backward, layout.shape[1], call.dx
+    gammas, inside = (
         layout.of_samples(call.norm.gamma, lead),
+        mask is not None and mask.shape[1] > 1,
     )
-    dx, inside = call.dx, mask is not None and mask.shape[1] > 1
     if mask is not None:
         for result in (dx, *sums):
             if result is not None:
@@ -240,9 +239,9 @@ def _one_pass(
                 totals.append(np.zeros(n if part.columns is None else len(part.columns), kind))
             else:
                 totals.append(total if total is None else total[part.sample])
-        one = _inputs(call, part)
-        results = of_dx, *totals, one.dsum, call.threads
-        do(_new(Backward, (one.dy, one.x, own, one.statistics, *results)))
+        dy, x, statistics, dsum = _inputs(call, part)
+        fields = dy, x, own, statistics, of_dx, *totals, dsum, call.threads
+        do(_new(Backward, fields))
         if of_dx is not None and not isinstance(part.at, slice):
             dx[part.at] = of_dx
         for of_samples, total in zip(groups, totals if inside else [], strict=False):
@@ -252,19 +251,16 @@ def _one_pass(
                 of_samples.setdefault(part.sample, []).append(whole)
     for of_samples, result in zip(groups, sums, strict=True):
         for sample, some in of_samples.items():
-            is_partial = result.dtype == PARTIAL
-            whole = (
-                merged(*some) if is_partial else round_to(sum_rows(np.array(some)), result.dtype)
-            )
-            result[sample] = whole
+            if result.dtype == PARTIAL:
+                result[sample] = merged(*some)
+            else:
+                result[sample] = round_to(sum_rows(np.array(some)), result.dtype)
 
 
-def _inputs(call: Backward, part: Part) -> Backward:
-    """Return what a backward of a part reads."""
+def _inputs(call: Backward, part: Part) -> tuple[Array, Array, Statistics, Any]:
+    """Return dy, x, the statistics and dsum of a part."""
     dsum = None if call.dsum is None else call.dsum[part.at]
-    statistics = call.statistics.of_rows(part.rows)
-    fields = call.dy[part.at], call.x[part.at], call.norm, statistics, None, None, None, dsum, None
-    return _new(Backward, fields)
+    return call.dy[part.at], call.x[part.at], call.statistics.of_rows(part.rows), dsum
 
 
 def accumulate(gradients: Gradients, sums: Gradients) -> None:
@@ -287,6 +283,7 @@ def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
     for part in parts_of(layout, layout.lead_of(asked), mask):
         columns = np.arange(layout.shape[1]) if part.columns is None else part.columns
         places = flags[part.sample, columns].nonzero()[0]
-        some = uncertified.exact_sums(_inputs(call, part), which, places)
-        sums[part.sample, columns[places]] += some
+        rows, x, statistics, _ = _inputs(call, part)
+        one = Backward(rows, x, cache.norm, statistics)
+        sums[part.sample, columns[places]] += uncertified.exact_sums(one, which, places)
     return whole
