@@ -162,8 +162,10 @@ def rows(array: Array, layout: Any, read: bool = True, over: Array | None = None
 # ---- axes ----
 
 
-def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
-    """Return `axis`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
+def normalize_axes(
+    axis: int | tuple[int, ...] | None, ndim: int, name: str = "axis"
+) -> tuple[int, ...]:
+    """Return the argument `name`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
     if type(axis) is int and -ndim <= axis < ndim:
         # One axis takes a twentieth of the time of the code below.
         return (axis % ndim,)
@@ -172,13 +174,13 @@ def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, 
         axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in chosen)
     except TypeError:
         cure = "; pass a tuple" * isinstance(axis, (list, np.ndarray))
-        msg = f"axis must be an int or a tuple of ints, got {axis!r:.60}{cure}"
+        msg = f"{name} must be an int or a tuple of ints, got {axis!r:.60}{cure}"
         raise TypeError(msg) from None
     except (np.exceptions.AxisError, OverflowError):
-        msg = f"axis must name axes of x, which has {ndim} dimensions, got {shown_axis(axis)}"
+        msg = f"{name} must name axes of x, which has {ndim} dimensions, got {shown_axis(axis)}"
         raise ValueError(msg) from None
     if not axes or len(set(axes)) < len(axes):
-        msg = f"axis must name at least one axis, each once, got {axis}"
+        msg = f"{name} must name at least one axis, each once, got {axis}"
         raise ValueError(msg)
     return tuple(axes)
 

@@ -1,20 +1,18 @@
 """The checks of arguments, each once, and the table of features that cannot be combined."""
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 
 from stablenorm.arrays import (
     is_lazy_cache,
+    normalize_axes,
     normalized_shape,
     refuse_others,
     show_axes,
-    shown_axis,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
 from stablenorm.types import (
@@ -155,18 +153,11 @@ def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -
 def summed(sum_axes: Any, cache: Cache) -> tuple[Norm, Shape]:
     """Return the norm of a cache with a gamma and a beta for each sum over `sum_axes`, and the shape of the sums."""
     x, axes, norm = cache.x, cache.axis, cache.norm
-    try:
-        asked = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
-        over = normalize_axis_tuple(asked, x.ndim)
-    except TypeError:
-        msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
-        raise TypeError(msg) from None
-    except (ValueError, OverflowError):
-        over = axes
+    over = () if sum_axes == () else normalize_axes(sum_axes, x.ndim, "sum_axes")
     if set(over) & set(axes):
         msg = (
-            f"sum_axes must name axes of x, which has {x.ndim} dimensions, each once, but not what "
-            f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
+            f"sum_axes must name axes of x, but not what is normalized, axis {show_axes(axes)}; "
+            f"got {sum_axes}"
         )
         raise ValueError(msg)
     order = [axis for axis in range(x.ndim) if axis not in axes] + list(axes)

@@ -63,7 +63,7 @@ def _only(v: Array, counts: Array | None) -> Array:
 def _by_blocks(cache: Cache, inputs: Sequence[Array], count: int, function: Any) -> list[Array]:
     """Return `count` arrays like x, made of rows of inputs like x, block by block, and rounded once."""
     layout = layout_of(cache.x.shape, cache.axis)
-    mask = None if cache.where is None else layout.mask(cache.where)
+    mask = layout.mask(cache.where)
     results = [empty_like(cache.x) for _ in range(count)]
     x, *read = (rows(array, layout) for array in (cache.x, *inputs))
     made = [rows(result, layout, False) for result in results]

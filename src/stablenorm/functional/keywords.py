@@ -67,7 +67,6 @@ With accumulate=True, sums in float64 are added to old values, and rounded:
 True
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ import numpy as np
 from stablenorm.arrays import rows as rows_of
 from stablenorm.backends import arrays_of, module_of
 from stablenorm.call import Backward, Forward
-from stablenorm.functional.layout import Layout, Lead, layout_of
+from stablenorm.functional.layout import Layout, layout_of
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.reference.exact import Number
@@ -94,59 +93,62 @@ class Part(NamedTuple):
     rows: Any
     # None: all.
     columns: Any
-    # The number of its gamma, beta and sums in their lead.
-    sample: int
+    # Its first row, which tells its gamma, beta and sums.
+    first: int
 
 
-def parts_of(layout: Layout, lead: Lead, mask: Array | None) -> list[Part]:
-    """Return the parts of a call, at least one."""
-    keys = samples = layout.numbers(lead)
-    inside = mask if mask is not None and mask.shape[1] > 1 else None
-    if inside is not None:
-        # Rows of one sample and of equal bits get one number.
-        known: dict[Any, int] = {}
-        pairs = zip(samples.tolist(), map(bytes, np.packbits(inside, 1)), strict=True)
-        keys = np.array([known.setdefault(pair, len(known)) for pair in pairs])
+def parts_of(mask: Array | None, numbers: Array, others: Any = 0) -> list[Part]:
+    """Return the parts of rows with a mask and numbers of gamma and of beta, at least one."""
+    keys = numbers * (len(numbers) + 1) + others
     if mask is not None:
-        keys = np.where(np.logical_or.reduce(mask, 1), keys, -1)
-    order: Any = keys.argsort(kind="stable")
-    ordered, parts, start = keys[order], list[Part](), 0
-    ends = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
-    for stop in (*ends.tolist(), len(order)):
-        rows, start = order[start:stop], stop
-        if not len(rows) or keys[rows[0]] < 0:
-            continue
-        first, last, columns = int(rows[0]), int(rows[-1]), None
-        at: Any = rows
-        if inside is not None and not np.logical_and.reduce(inside[first]):
-            columns = inside[first].nonzero()[0]
+        known: dict[Any, int] = {}
+        # Rows with the same numbers and equal bits have one number.
+        pairs = zip(keys.tolist(), map(bytes, np.packbits(mask, 1)), strict=True)
+        keys = np.array([known.setdefault(pair, len(known)) for pair in pairs])
+    order = keys.argsort(kind="stable")
+    ends = (np.diff(keys[order]).nonzero()[0] + 1).tolist()
+    parts, start = list[Part](), 0
+    for stop in (*ends, len(order)):
+        rows: Any = order[start:stop]
+        at, first, columns, start = rows, int(rows[0]), None, stop
+        if mask is not None and not mask[first].all():
+            columns = mask[first].nonzero()[0]
             at = rows[:, None], columns
-        elif last - first == len(rows) - 1:
-            at = rows = slice(first, last + 1)
-        parts.append(_new(Part, (at, rows, columns, int(samples[first]))))
+        elif rows[-1] - first == len(rows) - 1:
+            at = rows = slice(first, first + len(rows))
+        if columns is None or len(columns):
+            parts.append(_new(Part, (at, rows, columns, first)))
     return parts or [Part(slice(0), slice(0), None, 0)]
 
 
-def _prepared(backend: str, norm: Norm, n: int) -> Norm:
-    """Return `norm` with gamma_offset added to gamma; gamma and beta are in C order, vectors if they are one for all rows."""
-    own, offset = [], norm.gamma_offset
-    for value in (norm.gamma, norm.beta):
-        parameter: Any = value
-        if value is not None:
-            parameter = value.astype(np.float64) + offset if offset else value
-            parameter = arrays_of(backend).contiguous(parameter)
-            parameter = parameter.reshape(-1) if parameter.size == n else parameter
-        own.append(parameter)
-        offset = 0.0
+def _prepared(backend: str, norm: Norm) -> Norm:
+    """Return `norm` with gamma_offset added to gamma; gamma and beta are in C order."""
+    gamma, beta, contiguous = norm.gamma, norm.beta, arrays_of(backend).contiguous
+    if norm.gamma_offset and gamma is not None:
+        gamma = gamma.astype(np.float64) + norm.gamma_offset
+    gamma = gamma if gamma is None else contiguous(gamma)
+    beta = beta if beta is None else contiguous(beta)
+    return _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
+
+
+def _flat(norm: Norm, n: int) -> Norm | None:
+    """Return `norm` with vectors; None unless gamma and beta are one for all rows."""
+    own = []
+    for values in (norm.gamma, norm.beta):
+        if values is not None and values.size != n:
+            return None
+        own.append(values if values is None else values.reshape(-1))
     return _new(Norm, (*own, norm.eps, norm.kind, 0.0, norm.rounding))
 
 
-def _norm_of(part: Part, norm: Norm, gammas: Any, betas: Any = None) -> Norm:
-    """Return the norm of a part."""
-    own = []
-    for values in (gammas, betas):
-        vector = values if values is None else values[part.sample]
-        own.append(vector if vector is None or part.columns is None else vector[part.columns])
+def _norm_of(part: Part, norm: Norm, n: int, *numbers: Array) -> Norm:
+    """Return the norm of a part, given the numbers of gamma, and of beta."""
+    own: list[Any] = [None, None]
+    for k, of_rows in enumerate(numbers):
+        values: Any = norm[k]
+        if values is not None:
+            row = values.reshape(-1, n)[of_rows[part.first]]
+            own[k] = row if part.columns is None else row[part.columns]
     return _new(Norm, (*own, norm.eps, norm.kind, 0.0, norm.rounding))
 
 
@@ -160,20 +162,20 @@ def _room(part: Part, results: Any) -> Any:
 def forward(backend: str, call: Forward, layout: Layout, where: Array | None) -> Any:
     """Do a forward of rows whose gamma and beta are as the user gave them; return the statistics."""
     x, norm, y, keep, residual, total, threads = call
-    norm, do = _prepared(backend, norm, layout.shape[1]), module_of(backend).forward
-    mask = where if where is None else layout.mask(where)
-    lead = layout.lead_of(norm.gamma, norm.beta)
-    if mask is None and math.prod(lead) == 1:
-        return do(_new(Forward, (x, norm, y, keep, residual, total, threads)))
-    gammas, betas = layout.of_samples(norm.gamma, lead), layout.of_samples(norm.beta, lead)
-    parts, done = parts_of(layout, lead, mask), list[Any]()
+    do, mask, n = module_of(backend).forward, layout.mask(where), layout.shape[1]
+    norm = _prepared(backend, norm)
+    if (mask is None and (one := _flat(norm, n))) or not x.size:
+        one = norm._replace(gamma=None, beta=None) if not x.size else one
+        return do(_new(Forward, (x, one, y, keep, residual, total, threads)))
     if mask is not None:
         y[...] = 0
     if residual is not None:
         add(x, residual, total)
         x = total
+    numbers, done = (layout.numbers(norm.gamma), layout.numbers(norm.beta)), list[Any]()
+    parts = parts_of(mask, *numbers)
     for part in parts:
-        own, of_y = _norm_of(part, norm, gammas, betas), _room(part, y)
+        own, of_y = _norm_of(part, norm, n, *numbers), _room(part, y)
         done.append(do(_new(Forward, (x[part.at], own, of_y, keep, None, None, threads))))
         if not isinstance(part.at, slice):
             y[part.at] = of_y
@@ -194,35 +196,30 @@ def _joined(parts: list[Part], done: list[Statistics], count: int) -> Statistics
 
 
 def backward(backend: str, call: Backward, layout: Layout, where: Array | None) -> None:
-    """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
-    norm, n = _prepared(backend, call.norm, layout.shape[1]), layout.shape[1]
-    mask = where if where is None else layout.mask(where)
-    lead, of_beta = layout.lead_of(norm.gamma), layout.lead_of(norm.beta)
+    """Do a backward of rows whose gamma, beta and sums are as the user gave them."""
+    norm, mask, n = _prepared(backend, call.norm), layout.mask(where), layout.shape[1]
     sums: list[Any] = []
     for total in (call.dgamma, call.dbeta):
         sums.append(total if total is None else total.reshape(-1, n))
-    if mask is None and math.prod(lead) == math.prod(of_beta) == 1:
+    if mask is None and (one := _flat(norm, n)):
         flat = [v if v is None else v[0] for v in sums]
-        fields = call.dy, call.x, norm, call.statistics, call.dx, *flat, call.dsum, call.threads
+        fields = call.dy, call.x, one, call.statistics, call.dx, *flat, call.dsum, call.threads
         module_of(backend).backward(_new(Backward, fields))
         return
-    if call.dbeta is not None and of_beta != lead:
+    of_gamma, of_beta = layout.numbers(norm.gamma), layout.numbers(norm.beta)
+    call = call._replace(norm=norm)
+    if sums[1] is not None and (of_gamma != of_beta).any():
         # dbeta alone needs no gamma.
         alone = call._replace(norm=norm._replace(gamma=None), dx=None)
-        _one_pass(backend, alone, [None, sums[1]], layout, mask, of_beta)
+        _one_pass(backend, alone, [None, sums[1]], mask, of_beta)
         sums[1] = None
-    _one_pass(backend, call._replace(norm=norm), sums, layout, mask, lead)
+    _one_pass(backend, call, sums, mask, of_gamma)
 
 
-def _one_pass(
-    backend: str, call: Backward, sums: list[Any], layout: Layout, mask: Any, lead: Lead
-) -> None:
-    """Write dx, and sums that have one lead."""
-    do, n, dx = module_of(backend).backward, layout.shape[1], call.dx
-    gammas, inside = (
-        layout.of_samples(call.norm.gamma, lead),
-        mask is not None and mask.shape[1] > 1,
-    )
+def _one_pass(backend: str, call: Backward, sums: list[Any], mask: Any, numbers: Array) -> None:
+    """Write dx, and sums of one number for each row."""
+    do, n, dx = module_of(backend).backward, call.x.shape[1], call.dx
+    inside = mask is not None and mask.shape[1] > 1
     if mask is not None:
         for result in (dx, *sums):
             if result is not None:
@@ -231,14 +228,15 @@ def _one_pass(
             dx[...] = call.dsum
     # By sample, the sums of its parts, which are rounded once.
     groups: list[dict[int, list[Array]]] = [{}, {}]
-    for part in parts_of(layout, lead, mask):
-        own, of_dx, totals = _norm_of(part, call.norm, gammas), _room(part, dx), list[Any]()
+    for part in parts_of(mask, numbers):
+        own, of_dx, totals = _norm_of(part, call.norm, n, numbers), _room(part, dx), list[Any]()
+        sample = int(numbers[part.first])
         for total in sums:
             if total is not None and inside:
                 kind = PARTIAL if total.dtype == PARTIAL else float
                 totals.append(np.zeros(n if part.columns is None else len(part.columns), kind))
             else:
-                totals.append(total if total is None else total[part.sample])
+                totals.append(total if total is None else total[sample])
         dy, x, statistics, dsum = _inputs(call, part)
         fields = dy, x, own, statistics, of_dx, *totals, dsum, call.threads
         do(_new(Backward, fields))
@@ -248,7 +246,7 @@ def _one_pass(
             if total is not None:
                 whole = np.zeros(n, total.dtype)
                 whole[slice(None) if part.columns is None else part.columns] = total
-                of_samples.setdefault(part.sample, []).append(whole)
+                of_samples.setdefault(sample, []).append(whole)
     for of_samples, result in zip(groups, sums, strict=True):
         for sample, some in of_samples.items():
             if result.dtype == PARTIAL:
@@ -279,11 +277,12 @@ def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
         return whole
     call = Backward(rows_of(dy, layout), rows_of(cache.x, layout), cache.norm, cache.statistics)
     sums, flags = (v.reshape(-1, layout.shape[1]) for v in (whole, asked))
-    mask = None if cache.where is None else layout.mask(cache.where)
-    for part in parts_of(layout, layout.lead_of(asked), mask):
+    numbers = layout.numbers(asked)
+    for part in parts_of(layout.mask(cache.where), numbers):
         columns = np.arange(layout.shape[1]) if part.columns is None else part.columns
-        places = flags[part.sample, columns].nonzero()[0]
+        sample = numbers[part.first]
+        places = flags[sample, columns].nonzero()[0]
         rows, x, statistics, _ = _inputs(call, part)
         one = Backward(rows, x, cache.norm, statistics)
-        sums[part.sample, columns[places]] += uncertified.exact_sums(one, which, places)
+        sums[sample, columns[places]] += uncertified.exact_sums(one, which, places)
     return whole

@@ -1,9 +1,4 @@
-"""
-The map from arrays of the shape of x to plain rows; `arrays.rows` and its like for CuPy's see an array as such rows, or copy it.
-
-The *lead* of gamma, beta or a sum over rows is the shape of x without the normalized axes, with 1 for each axis along which it
-is the same: (B, 1) for x of (B, T, D) and a gamma for each of B samples.
-"""
+"""The map from arrays of the shape of x to plain rows; `arrays.rows` and its like for CuPy's see an array as such rows, or copy it."""
 
 import functools
 import math
@@ -12,8 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.types import Array, Shape
-
-Lead = Shape
 
 
 class Layout(NamedTuple):
@@ -30,30 +23,17 @@ class Layout(NamedTuple):
         if rows.flags.owndata:
             array.transpose(self.order)[...] = rows.reshape(self.lengths)
 
-    def mask(self, where: Array) -> Any:
+    def mask(self, where: Array | None) -> Any:
         """Return the rows of a mask in x's dimensions: (rows, n), or (rows, 1) of whole rows."""
-        return where.transpose(self.order).reshape(self.shape[0], -1) if where.size else None
-
-    def lead_of(self, *parameters: Array | None) -> Lead:
-        """Return the lead of gamma, of beta, or of both together."""
-        lead = (1,) * len(self.leading)
-        for parameter in parameters:
-            if parameter is not None and parameter.size != self.shape[1]:
-                own = parameter.shape[: len(self.leading) - len(self.order)]
-                lead = (np.zeros(lead, bool) | np.zeros(own, bool)).shape
-        return lead
-
-    def numbers(self, lead: Lead, within: Lead | None = None) -> Array:
-        """Return for each row, or each place of another lead, the number of its gamma, beta or sum in a lead."""
-        numbers = np.arange(math.prod(lead)).reshape(lead)
-        return (numbers + np.zeros(self.leading if within is None else within, int)).reshape(-1)
-
-    def of_samples(self, parameter: Array | None, lead: Lead) -> Any:
-        """Return gamma or beta as (samples, n), a row for each place of a lead; None if there is none."""
-        if parameter is None or not parameter.size:
+        if where is None or not where.size:
             return None
-        rows = parameter.reshape(-1, self.shape[1])
-        return rows[self.numbers(self.lead_of(parameter), lead)]
+        return where.transpose(self.order).reshape(self.shape[0], -1)
+
+    def numbers(self, parameter: Array | None) -> Array:
+        """Return for each row the number of its gamma, beta or sum."""
+        own = () if parameter is None else parameter.shape[: len(self.leading) - len(self.order)]
+        numbers = np.arange(math.prod(own)).reshape(own) + np.zeros(self.leading, int)
+        return numbers.reshape(-1)
 
 
 @functools.lru_cache(256)
