@@ -24,7 +24,7 @@ from stablenorm.control import with_default_control
 from stablenorm.functional import checks
 from stablenorm.functional.layout import layout_of
 from stablenorm.functional.operations import backward, forward
-from stablenorm.reference.equations import blocks, round_to, sum_rows
+from stablenorm.reference.equations import blocks, round_to, sum_rows, widened
 from stablenorm.types import NAMES, Array, Cache, Norm
 
 
@@ -78,20 +78,13 @@ def _by_blocks(cache: Cache, inputs: Sequence[Array], count: int, function: Any)
     return results
 
 
-def _vectors(norm: Norm, *tangents: Array | None) -> list[Any]:
-    """Return gamma and tangents of gamma and beta in float64; None as 1 and 0."""
-    vectors: list[Any] = []
-    for value, default in zip((norm.gamma, *tangents), (1.0, 0.0, 0.0), strict=True):
-        vectors.append(default if value is None else value.reshape(-1).astype(np.float64))
-    return [vectors[0] + norm.gamma_offset, *vectors[1:]]
-
-
 @with_default_control
 def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
     cache, tx, *others = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
-    gamma, tgamma, tbeta = _vectors(cache.norm, *others)
+    gamma = widened(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
+    tgamma, tbeta = (widened(tangent, 0.0) for tangent in others)
 
     def push(of: _Rows, tx: Array) -> tuple[Array]:
         return (gamma * of.jacobian(tx) + tgamma * of.xhat + tbeta,)
@@ -106,7 +99,8 @@ def double_backward(
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
     cache, ddx, dy, *others = _checked("double_backward", kind, cache, of_x, of_parameters)
-    (gamma, tgamma, tbeta), terms = _vectors(cache.norm, *others), list[Array]()
+    gamma = widened(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
+    (tgamma, tbeta), terms = (widened(tangent, 0.0) for tangent in others), list[Array]()
 
     def pull(of: _Rows, ddx: Array, dy: Array) -> tuple[Array, Array]:
         xhat, mean, g = of.xhat, of.mean, gamma * dy

@@ -11,7 +11,7 @@ import numpy as np
 
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import equations, uncertified
-from stablenorm.reference.equations import project, round_to, sum_rows
+from stablenorm.reference.equations import project, round_to, sum_rows, widened
 from stablenorm.reference.sums import as_partial
 from stablenorm.types import Array, Norm, Statistics
 
@@ -104,7 +104,4 @@ def lost(result: Array, *inputs: Array) -> Array:
 
 def _widened(norm: Norm) -> Norm:
     """Return `norm` with gamma and beta in float64."""
-    gamma, beta = (
-        v if v is None else v.ravel().astype(np.float64) for v in (norm.gamma, norm.beta)
-    )
-    return norm._replace(gamma=gamma, beta=beta)
+    return norm._replace(gamma=widened(norm.gamma), beta=widened(norm.beta))

@@ -123,6 +123,11 @@ def restore(x: Array, statistics: Statistics) -> Array:
     return x * statistics.rstd
 
 
+def widened(vector: Array | None, default: Any = None) -> Any:
+    """Return gamma, beta or the like as a vector of float64; the default for None."""
+    return default if vector is None else vector.reshape(-1).astype(np.float64)
+
+
 def row_mean(v: Array) -> Array:
     """Return the mean of each row, (rows, 1)."""
     mean: Array = np.add.reduce(v, axis=-1, keepdims=True) / v.shape[-1]

@@ -69,16 +69,21 @@ def numbers_of(values: Array) -> list[Number]:
     return numbers
 
 
+def plus(numbers: Sequence[Number], values: Array) -> list[Number]:
+    """Return numbers plus float64 numbers."""
+    return [a + b for a, b in zip(numbers, numbers_of(values), strict=True)]
+
+
 class Row:
     """A row as the module docstring names it; p is 0 for a row that has no norm."""
 
     def __init__(self, x: Array, norm: Norm):
-        self.n, self.least = len(x), int(np.frexp(x)[1].min())
-        self.is_layer, self.is_finite = norm.kind == "layer", bool(np.isfinite(x).all())
-        self.p = 0
+        self.x, self.n, self.is_layer = x.astype(np.float64), len(x), norm.kind == "layer"
+        self.least, self.p = int(np.frexp(self.x)[1].min()), 0
+        self.is_finite = bool(np.isfinite(self.x).all())
         if not self.is_finite:
             return
-        integers = integers_of(x, self.least)
+        integers = integers_of(self.x, self.least)
         # Rows that differ by a factor have the same root.
         self.common = math.gcd(*integers) or 1
         integers = [v // self.common for v in integers]
@@ -89,15 +94,16 @@ class Row:
         self.p = self.s**2 * (self.n * sum(map(mul, integers, integers)) - self.total**2)
         self.p += self.n**2 * eps << 2 * (half - exponent) - below.bit_length() + 1
 
-    def centered(self, x: Array) -> list[int]:
-        """Return C of some elements of the row."""
-        return [self.n * (v // self.common) - self.total for v in integers_of(x, self.least)]
+    def centered(self, columns: Any) -> list[int]:
+        """Return C of some columns."""
+        integers = integers_of(self.x[columns], self.least)
+        return [self.n * (v // self.common) - self.total for v in integers]
 
-    def times_xhat(self, values: Array, x: Array) -> list[Number]:
-        """Return the products of float64 numbers and xhat of the elements `x`."""
+    def times_xhat(self, values: Array, columns: Any = slice(None)) -> list[Number]:
+        """Return the products of float64 numbers and xhat of some columns."""
         if not self.p:
             return [Number({0: math.nan})] * len(values)
-        centered = self.centered(x)
+        centered = self.centered(columns)
         both = zip(integers_of(values), centered, strict=True)
         products = [Number({self.p: self.s * v * c}) for v, c in both]
         for i in np.flatnonzero(~np.isfinite(values)).tolist():
@@ -105,10 +111,12 @@ class Row:
             products[i] = Number({0: float(values[i]) * ((centered[i] > 0) - (centered[i] < 0))})
         return products
 
-    def dx(self, dy: Array, x: Array, gamma: Array) -> list[Number]:
+    def dx(self, dy: Array, gamma: Array) -> list[Number]:
         """Return dx of the row."""
+        if not (self.p and np.isfinite(gamma).all() and np.isfinite(dy).all()):
+            return [Number({0: math.nan})] * self.n
         n, p, g = self.n, self.p, list(map(mul, integers_of(gamma), integers_of(dy)))
-        centered, total = self.centered(x), sum(g) if self.is_layer else 0
+        centered, total = self.centered(slice(None)), sum(g) if self.is_layer else 0
         inner = self.s**2 * sum(map(mul, g, centered))
         # A product of two numbers has twice the bits after the point: half of them are a factor of what is below.
         above, below = (self.s / self.unit / 2**BITS).as_integer_ratio()
@@ -120,9 +128,9 @@ class Row:
         if not self.is_finite:
             return math.nan, math.nan, math.nan
         total, below = (self.total * self.unit / self.n).as_integer_ratio()
-        exact = Number({below**2: total << BITS})
-        mean = nearest([exact], FLOAT64)
-        rest = nearest([exact + numbers_of(-mean)[0]], FLOAT64)[0]
+        exact = [Number({below**2: total << BITS})]
+        mean = nearest(exact, FLOAT64)
+        (rest,) = nearest(plus(exact, -mean), FLOAT64)
         if not self.p:
             return mean[0], rest, math.inf
         above, below = (self.n * self.s / self.unit).as_integer_ratio()

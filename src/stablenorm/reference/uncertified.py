@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from stablenorm.call import Backward, Forward
-from stablenorm.reference.equations import BLOCK, FLOAT64
-from stablenorm.reference.exact import Number, Row, nearest, numbers_of
+from stablenorm.reference.equations import BLOCK, FLOAT64, widened
+from stablenorm.reference.exact import Number, Row, nearest, numbers_of, plus
 from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Statistics
 
@@ -19,13 +19,11 @@ from stablenorm.types import Array, Statistics
 @np.errstate(all="ignore")
 def finish_forward(call: Forward, rows: Array, stats: Statistics | None, lost: Any) -> None:
     """Write y of these rows, and the statistics of those that are `lost`."""
-    gamma, beta = _vectors(call, 1.0, 0.0)
+    n, norm = call.x.shape[1], call.norm
+    gamma, beta = widened(norm.gamma, np.ones(n)), widened(norm.beta, np.zeros(n))
     for i in rows.tolist():
-        x = call.x[i].astype(np.float64)
-        row = Row(x, call.norm)
-        shifts = numbers_of(beta)
-        products = row.times_xhat(gamma, x)
-        call.y[i] = nearest([a + b for a, b in zip(products, shifts, strict=True)], call.y.dtype)
+        row = Row(call.x[i], norm)
+        call.y[i] = nearest(plus(row.times_xhat(gamma), beta), call.y.dtype)
         if stats is None or not lost[i]:
             continue
         mean, rest, stats.rstd[i] = row.statistics()
@@ -37,17 +35,11 @@ def finish_forward(call: Forward, rows: Array, stats: Statistics | None, lost: A
 @np.errstate(all="ignore")
 def write_dx(call: Backward, rows: Array) -> None:
     """Write dx of some rows."""
-    (gamma,) = _vectors(call, 1.0)
+    gamma = widened(call.norm.gamma, np.ones(call.x.shape[1]))
     for i in rows.tolist():
-        x, dy = (v[i].astype(np.float64) for v in (call.x, call.dy))
-        row = Row(x, call.norm)
-        if not row.p or not (np.isfinite(gamma).all() and np.isfinite(dy).all()):
-            call.dx[i] = np.nan
-            continue
-        dx = row.dx(dy, x, gamma)
+        dx = Row(call.x[i], call.norm).dx(call.dy[i].astype(np.float64), gamma)
         if call.dsum is not None:
-            others = numbers_of(call.dsum[i].astype(np.float64))
-            dx = [a + b for a, b in zip(dx, others, strict=True)]
+            dx = plus(dx, call.dsum[i].astype(np.float64))
         call.dx[i] = nearest(dx, call.dx.dtype)
 
 
@@ -86,11 +78,9 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
         error: Any = 0.0
         if which == 0:
             # dy xhat in two words: what rounding took from the first is the second.
-            x = call.x[i].astype(np.float64)
-            terms = Row(x, call.norm).times_xhat(dy, x)
+            terms = Row(call.x[i], call.norm).times_xhat(dy)
             high = nearest(terms, FLOAT64)
-            both = zip(terms, numbers_of(-high), strict=True)
-            low = nearest([a + b for a, b in both], FLOAT64)
+            low = nearest(plus(terms, -high), FLOAT64)
             error = np.abs(high) * 2.0**-104 + 2.0**-1070
         partial = merged(partial, as_partial(high, low, error))
     return partial
@@ -99,24 +89,13 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
 def exact_sums(call: Backward, which: int, columns: Array) -> list[Number]:
     """Return the exact sums, dgamma (0) or dbeta (1), of these columns."""
     sums = [Number() for _ in columns]
-    of_gamma = which == 0 and len(columns) > 0
-    rows = [Row(x.astype(np.float64), call.norm) for x in call.x] if of_gamma else []
+    rows = [Row(x, call.norm) for x in call.x] if which == 0 and len(columns) else []
     # Columns that are done together: their numbers have a term for each row.
     step = max(1, BLOCK // max(len(call.x), 1))
     for start in range(0, len(columns), step):
         some = columns[start : start + step]
-        dy, x = (v[:, some].astype(np.float64) for v in (call.dy, call.x))
-        for i in range(len(dy)):
-            terms = rows[i].times_xhat(dy[i], x[i]) if rows else numbers_of(dy[i])
+        for i, dy in enumerate(call.dy[:, some].astype(np.float64)):
+            terms = rows[i].times_xhat(dy, some) if rows else numbers_of(dy)
             for j, term in enumerate(terms):
                 sums[start + j] += term
     return sums
-
-
-def _vectors(call: Any, *defaults: float) -> list[Array]:
-    """Return gamma and beta in float64."""
-    n, given = call.x.shape[1], (call.norm.gamma, call.norm.beta)
-    return [
-        np.full(n, default) if value is None else value.reshape(n).astype(np.float64)
-        for value, default in zip(given, defaults, strict=False)
-    ]
