@@ -72,16 +72,14 @@ def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
 @with_default_control
 def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return partial sums rounded once to `dtype`, and which of them are uncertified."""
-    finite = np.isfinite(total["high"])
-    high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
+    high, low, error = (total[name] for name in _WORDS)
     error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
     # 0.0 - error: with -error an exact -0 would stay one.
     ends = (two_sum(high, low + e) for e in (0.0 - error, error))
     least, most = (round_to(first, dtype, rest) for first, rest in ends)
-    bits = f"u{dtype.itemsize}"
+    bits, finite = f"u{dtype.itemsize}", np.isfinite(high)
     uncertified = (least.view(bits) != most.view(bits)) | np.isinf(error) | ~finite
     uncertified |= (np.abs(high) < _TINY) & (high != 0)
-    least[~finite] = total["high"][~finite]
     # There is one NaN.
-    least[np.isnan(least)] = np.nan
+    least[~finite] = np.where(np.isnan(high), np.nan, high)[~finite]
     return least, uncertified
