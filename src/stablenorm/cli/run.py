@@ -108,8 +108,8 @@ def _read(arguments: argparse.Namespace) -> tuple[Problem, str]:
             raise parts.InputError(msg)
     else:
         members = list_members(path)
-    # Measured: 4.5 times x (x, dy, y, dx, masks), and 1400 bytes of the oracle an element of a row, 32 a row.
-    x = choose(members, path, arguments.member).load(arrays=5, row=40, column=1500)
+    # Measured: 4.5 times x (x, dy, y, dx, masks), and 2000 bytes of integers an element of a row, 32 a row.
+    x = choose(members, path, arguments.member).load(arrays=5, row=40, column=2200)
     shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
     gamma, beta, dy = (
         members[name].load(shape) if name in members else None for name, shape in shapes.items()

@@ -12,7 +12,7 @@ import numpy as np
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import equations, uncertified
 from stablenorm.reference.equations import project, round_to, sum_rows, widened
-from stablenorm.reference.sums import as_partial
+from stablenorm.reference.sums import PARTIAL, as_partial, merged
 from stablenorm.types import Array, Norm, Statistics
 
 __all__ = ["add", "backward", "forward", "lost", "project"]
@@ -47,7 +47,12 @@ def forward(call: Forward) -> Statistics:
 @np.errstate(all="ignore")
 def backward(call: Backward) -> None:
     """Write the gradients that are wanted."""
-    norm, sums, is_nearest = _widened(call.norm), list[Any](), call.norm.rounding == "nearest"
+    norm, (count, n), is_nearest = (
+        _widened(call.norm),
+        call.x.shape,
+        call.norm.rounding == "nearest",
+    )
+    totals = [np.zeros(n, PARTIAL) for _ in range(2)]
 
     def do(rows: slice) -> None:
         x, dy = (v[rows].astype(np.float64, order="C") for v in (call.x, call.dy))
@@ -59,15 +64,12 @@ def backward(call: Backward) -> None:
             if call.dsum is not None:
                 dx += call.dsum[rows]
             call.dx[rows] = round_to(dx, call.dx.dtype)
-        sums.append(of_rows)
+        for k, total in enumerate(of_rows):
+            totals[k] = merged(totals[k], as_partial(total, 0.0, np.nan))
 
-    every = np.full(len(call.x), is_nearest)
-    rare = every if is_nearest else _by_blocks(call.x.shape, do)
-    none = np.zeros((1, 2, call.x.shape[1]))
-    partial = as_partial(sum_rows(np.concatenate([none, *np.array(sums)[:, None]])), 0.0, np.nan)
-    columns = np.full((2, call.x.shape[1]), is_nearest)
-    unsummed = np.flatnonzero(rare)
-    uncertified.finish_sums(call, columns, unsummed, None if is_nearest else partial)
+    rare = np.ones(count, bool) if is_nearest else _by_blocks(call.x.shape, do)
+    columns, unsummed = np.full((2, n), is_nearest), np.flatnonzero(rare)
+    uncertified.finish_sums(call, columns, unsummed, None if is_nearest else totals)
     if call.dx is not None:
         uncertified.write_dx(call, np.flatnonzero(rare | lost(call.dx, call.x, call.dy)))
 

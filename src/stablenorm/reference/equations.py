@@ -150,6 +150,7 @@ def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
 
+@np.errstate(all="ignore")
 def round_to(value: Array, dtype: np.dtype[Any], low: Any = None) -> Array:
     """
     Round ``value + low`` (None: 0), of which `value` is the sum rounded to float64, once to `dtype`.

@@ -21,7 +21,7 @@ compared exactly, or irrational, and no tie: more bits decide it.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from operator import lshift, mul
 from typing import Any, Self
@@ -43,15 +43,13 @@ _OF_ROOT = 128
 class Number(dict[int, Any]):
     """A number: its factors by their radicands. That of 0 is what infinities and NaN add up to, which then is the number."""
 
-    def __iadd__(self, other: "Number") -> Self:
+    def __iadd__(self, other: dict[int, Any]) -> Self:
         for radicand, factor in other.items():
             self[radicand] = self.get(radicand, 0) + factor
         return self
 
-    def __add__(self, other: "Number") -> "Number":
-        total = Number(self)
-        total += other
-        return total
+    def __add__(self, other: dict[int, Any]) -> "Number":
+        return Number(self).__iadd__(other)
 
 
 def integers_of(values: Array, least: int = _LEAST) -> list[int]:
@@ -61,17 +59,17 @@ def integers_of(values: Array, least: int = _LEAST) -> list[int]:
     return list(map(lshift, whole.tolist(), (exponents - least).tolist()))
 
 
-def numbers_of(values: Array) -> list[Number]:
-    """Return float64 numbers."""
-    numbers = [Number({1: integer}) for integer in integers_of(values)]
-    for i in np.flatnonzero(~np.isfinite(values)).tolist():
-        numbers[i] = Number({0: float(values[i])})
+def plus(numbers: list[Number], values: Array) -> list[Number]:
+    """Add float64 numbers to numbers, and return these."""
+    terms = zip(integers_of(values), values.tolist(), strict=True)
+    for number, (integer, value) in zip(numbers, terms, strict=True):
+        number += {1: integer} if math.isfinite(value) else {0: value}  # noqa: PLW2901 - in place
     return numbers
 
 
-def plus(numbers: Sequence[Number], values: Array) -> list[Number]:
-    """Return numbers plus float64 numbers."""
-    return [a + b for a, b in zip(numbers, numbers_of(values), strict=True)]
+def numbers_of(values: Array) -> list[Number]:
+    """Return float64 numbers."""
+    return plus([Number() for _ in values], values)
 
 
 class Row:
@@ -102,7 +100,7 @@ class Row:
     def times_xhat(self, values: Array, columns: Any = slice(None)) -> list[Number]:
         """Return the products of float64 numbers and xhat of some columns."""
         if not self.p:
-            return [Number({0: math.nan})] * len(values)
+            return [Number({0: math.nan}) for _ in values]
         centered = self.centered(columns)
         both = zip(integers_of(values), centered, strict=True)
         products = [Number({self.p: self.s * v * c}) for v, c in both]
@@ -114,7 +112,7 @@ class Row:
     def dx(self, dy: Array, gamma: Array) -> list[Number]:
         """Return dx of the row."""
         if not (self.p and np.isfinite(gamma).all() and np.isfinite(dy).all()):
-            return [Number({0: math.nan})] * self.n
+            return [Number({0: math.nan}) for _ in dy]
         n, p, g = self.n, self.p, list(map(mul, integers_of(gamma), integers_of(dy)))
         centered, total = self.centered(slice(None)), sum(g) if self.is_layer else 0
         inner = self.s**2 * sum(map(mul, g, centered))
@@ -144,10 +142,10 @@ class Row:
 def nearest(numbers: Sequence[Number], dtype: np.dtype[Any]) -> Array:
     """Round each number once, to nearest, ties to even."""
     result: Array = np.empty(len(numbers), dtype)
-    places, bits = np.arange(len(numbers)), _OF_ROOT
+    places, bits, digits = np.arange(len(numbers)), _OF_ROOT, format_of(dtype).digits + 5
     while len(places):
-        ends = zip(*(_enclosed(number, bits) for number in numbers), strict=True)
-        low, high = (_floats(end, dtype) for end in ends)
+        ends = np.array([_enclosed(number, bits, digits) for number in numbers])
+        low, high = (round_to(end.copy(), dtype) for end in ends.T)
         result[places] = low
         of_bits = f"u{dtype.itemsize}"
         uncertain = np.flatnonzero(low.view(of_bits) != high.view(of_bits))
@@ -158,21 +156,28 @@ def nearest(numbers: Sequence[Number], dtype: np.dtype[Any]) -> Array:
     return result
 
 
-# An end of an enclosure: an integer, and how many of its bits are after the point; or infinity or NaN.
-_End = tuple[Any, int]
-
-
-def _enclosed(number: Number, bits: int) -> tuple[_End, _End]:
-    """Return two numbers, one below and one above; the same if the number is exactly that."""
+def _enclosed(number: Number, bits: int, digits: int) -> tuple[float, float]:
+    """Return a number rounded to odd, once from below and once from above; the same if it is exact."""
     if 0 in number:
-        return (number[0], 0), (number[0], 0)
+        return number[0], number[0]
     places = bits + max(number, default=0).bit_length() // 2
     middle = error = 0
     for radicand, factor in number.items():
         root, rest = _root(radicand, places)
         middle += factor * root
         error += abs(factor) * rest
-    return (middle - error, places + BITS), (middle + error, places + BITS)
+    places += BITS
+    return _to_odd(middle - error, places, digits), _to_odd(middle + error, places, digits)
+
+
+def _to_odd(number: int, places: int, digits: int) -> float:
+    """Return ``number / 2**places`` in float64; with more than the digits, the last is odd, as in `round_to`."""
+    cut = max(number.bit_length() - digits, 0)
+    kept = number >> cut
+    kept |= kept << cut != number
+    point = places - cut
+    # A quotient of integers is rounded once, also if it is subnormal.
+    return kept / (1 << point) if point > 0 else float(np.ldexp(float(kept), -point))
 
 
 @functools.lru_cache(1 << 14)
@@ -180,23 +185,6 @@ def _root(radicand: int, places: int) -> tuple[int, int]:
     """Return ``2**places / sqrt(radicand)`` rounded down, and 1, or 0 if that is exact."""
     root = math.isqrt((1 << 2 * places) // radicand)
     return root, int(root * root * radicand != 1 << 2 * places)
-
-
-def _floats(ends: Iterable[_End], dtype: np.dtype[Any]) -> Array:
-    """Round ends of enclosures once."""
-    digits, values = format_of(dtype).digits + 5, list[float]()
-    for end, places in ends:
-        if isinstance(end, float):
-            values.append(end)
-            continue
-        # Rounding to odd, as in `round_to`, leaves a few digits more than the format has.
-        cut = max(end.bit_length() - digits, 0)
-        kept = end >> cut
-        kept |= kept << cut != end
-        point = places - cut
-        # A quotient of integers is rounded once, also if it is subnormal.
-        values.append(kept / (1 << point) if point > 0 else np.ldexp(float(kept), -point))
-    return round_to(np.array(values), dtype)
 
 
 def _merged(number: Number) -> Number:
