@@ -163,7 +163,7 @@ struct Call {
     }
 };
 
-// The arrays of a call; y last, which may take the place of dy.
+// The arrays of a call.
 inline constexpr Rows Call::* ARRAYS[] = {
     &Call::x, &Call::dy, &Call::source, &Call::plus, &Call::y};
 constexpr int ARRAY_COUNT = sizeof ARRAYS / sizeof *ARRAYS;

@@ -124,7 +124,8 @@ template <class F> void each_strip(const Call& c, const Own& own, Tile tile, F f
             bool is_result = &to == &plain.y || (&to == &plain.x && c.source.data);
             if (!lies_plain && !is_result) move_strip<true>(from, c.n, strip, to);
         }
-        if (c.backward && c.over) plain.y = plain.dy;
+        // Rows that are marked instead of written leave their input.
+        if (c.over) plain.y = c.backward ? plain.dy : plain.x;
         f(plain, strip);
         for (auto result : {&Call::x, &Call::y})
             if ((result == &Call::y || c.source.data) && !is_plain(c.*result, strip))

@@ -99,7 +99,7 @@ void forward(const Call& c, const Own& own, Tile tile) {
 template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile row, double* sums) {
     constexpr int P = pairs::P;
     Index p = c.padded_n();
-    pairs::Columns none = {};
+    pairs::Columns none = {nullptr, p, false};
     pairs::backward<LAYER, true>(c, own, row, none, nullptr);
     if (c.marks[row.first] & UNSUMMED) return;
     const double* dy = row_as<double>(c, c.dy, row.first, own.dy[0]);
@@ -258,7 +258,7 @@ template <class M, class T> void backward(const Call& c, const Own& own, Index n
     if (M::NEAREST)
         do_again(c, tile, [&](const Call& alone, Tile rows, bool unsummed) {
             each_strip(alone, own, rows, [&](const Call& plain, Tile strip) {
-                pairs::Columns none = {};
+                pairs::Columns none = {nullptr, p, false};
                 if (unsummed && c.summing())
                     add_row_in_pairs<M::LAYER>(plain, own, strip, sums);
                 else
