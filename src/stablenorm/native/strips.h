@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "call.h"
-#include "lanes.h"
+#include "rows.h"
 
 namespace {
 
@@ -35,7 +35,7 @@ template <class U, size_t D, size_t K> INLINE void transpose(Register<U, K> (&a)
 }
 
 // Moves the transpose of K x K elements; the rows of either lie so many bytes apart.
-template <class U>
+template <bool PAST, class U>
 INLINE void move_block(const char* from, Index from_stride, char* to, Index to_stride) {
     constexpr size_t K = K_OF<U>;
     Register<U, K> a[K];
@@ -43,40 +43,51 @@ INLINE void move_block(const char* from, Index from_stride, char* to, Index to_s
     for (size_t i = 0; i < K; i++) a[i] = read<Register<U, K>>(from + (Index)i * from_stride);
     transpose<U, K / 2, K>(a);
 #pragma GCC unroll 8
-    for (size_t i = 0; i < K; i++) write(to + (Index)i * to_stride, a[i]);
+    for (size_t i = 0; i < K; i++) {
+        char* at = to + (Index)i * to_stride;
+        PAST ? stream(at, a[i]) : write(at, a[i]);
+    }
 }
 
-// Moves rows whose elements lie `apart` bytes apart, and which lie `stride` apart, to or from plain
-// rows, `pitch` apart. Prefetches the next rows into the second-level cache.
-template <bool GATHER, class U>
+// Ways to move rows; SCATTER_PAST with non-temporal stores.
+enum Way { GATHER, SCATTER, SCATTER_PAST };
+
+// Moves rows, which lie `stride` bytes apart and their elements `apart`, to or from plain rows,
+// `pitch` apart.
+template <Way WAY, class U>
 NOINLINE void move_rows(
     char* at, Index stride, Index apart, char* plain, Index pitch, Index rows, Index n) {
     constexpr Index K = (Index)K_OF<U>;
     constexpr Index SIZE = sizeof(U);
-    if (stride == -SIZE)
-        return move_rows<GATHER, U>(
-            at - (rows - 1) * SIZE, SIZE, apart, plain + (rows - 1) * pitch, -pitch, rows, n);
+    if (stride == -SIZE) {
+        at -= (rows - 1) * SIZE;
+        plain += (rows - 1) * pitch;
+        pitch = -pitch;
+        stride = SIZE;
+    }
     if (stride != SIZE || rows < K || n < K) {
         for (Index r = 0; r < rows; r++)
             for (Index j = 0; j < n; j++) {
                 char* here = at + r * stride + j * apart;
                 char* there = plain + r * pitch + j * SIZE;
-                write(GATHER ? there : here, read<U>(GATHER ? here : there));
+                write(WAY == GATHER ? there : here, read<U>(WAY == GATHER ? here : there));
             }
         return;
     }
     for (Index top = 0; top < n; top += K) {
         // The last blocks lie over those before.
         Index j = at_most(top, n - K);
-        for (Index k = 0; k < K; k++) __builtin_prefetch(at + (j + k) * apart + 64, !GATHER, 2);
+        // The next rows, into the second-level cache.
+        for (Index k = 0; WAY != SCATTER_PAST && k < K; k++)
+            __builtin_prefetch(at + (j + k) * apart + 64, WAY == SCATTER, SECOND_LEVEL);
         for (Index start = 0; start < rows; start += K) {
             Index r = at_most(start, rows - K);
             char* here = at + r * SIZE + j * apart;
             char* there = plain + r * pitch + j * SIZE;
-            if (GATHER)
-                move_block<U>(here, apart, there, pitch);
+            if (WAY == GATHER)
+                move_block<false, U>(here, apart, there, pitch);
             else
-                move_block<U>(there, pitch, here, apart);
+                move_block<WAY == SCATTER_PAST, U>(there, pitch, here, apart);
         }
     }
 }
@@ -95,11 +106,11 @@ inline bool is_plain(const Rows& a, Tile strip) {
     return !a.run || (a.apart == BYTES[a.type] && strip.first / a.run == (strip.stop - 1) / a.run);
 }
 
-// Gathers a strip of rows into scratch memory, or scatters it.
-template <bool GATHER> void move_strip(const Rows& a, Index n, Tile strip, const Rows& plain) {
-    auto move = BYTES[a.type] == 2   ? move_rows<GATHER, uint16_t>
-                : BYTES[a.type] == 4 ? move_rows<GATHER, uint32_t>
-                                     : move_rows<GATHER, uint64_t>;
+// Moves a strip between an array and plain rows.
+template <Way WAY> void move_strip(const Rows& a, Index n, Tile strip, const Rows& plain) {
+    auto move = BYTES[a.type] == 2   ? move_rows<WAY, uint16_t>
+                : BYTES[a.type] == 4 ? move_rows<WAY, uint32_t>
+                                     : move_rows<WAY, uint64_t>;
     for (Index i = strip.first, count; i < strip.stop; i += count) {
         count = at_most(strip.stop - i, a.run - i % a.run);
         move(place_of(a, i), a.stride, a.apart, row_of(plain, i), plain.stride, count, n);
@@ -122,14 +133,15 @@ template <class F> void each_strip(const Call& c, const Own& own, Tile tile, F f
             char* data = lies_plain ? place_of(from, first) : (char*)own.strips[k];
             to = {data - first * stride, from.type, stride};
             bool is_result = &to == &plain.y || (&to == &plain.x && c.source.data);
-            if (!lies_plain && !is_result) move_strip<true>(from, c.n, strip, to);
+            if (!lies_plain && !is_result) move_strip<GATHER>(from, c.n, strip, to);
         }
+        plain.past = c.past && is_plain(c.y, strip);
         // Rows that are marked instead of written leave their input.
         if (c.over) plain.y = c.backward ? plain.dy : plain.x;
         f(plain, strip);
-        for (auto result : {&Call::x, &Call::y})
-            if ((result == &Call::y || c.source.data) && !is_plain(c.*result, strip))
-                move_strip<false>(c.*result, c.n, strip, plain.*result);
+        if (c.source.data && !is_plain(c.x, strip)) move_strip<SCATTER>(c.x, c.n, strip, plain.x);
+        if (!is_plain(c.y, strip))
+            (c.past ? move_strip<SCATTER_PAST> : move_strip<SCATTER>)(c.y, c.n, strip, plain.y);
     }
 }
 
