@@ -47,7 +47,7 @@ struct Rows {
 inline char* row_of(const Rows& a, Index i) { return a.data + i * a.stride; }
 
 // Rows that are not plain are done so many at a time, as plain rows of scratch memory (strips.h).
-constexpr Index STRIP = 16;
+constexpr Index STRIP = 32;
 
 // Length of a scratch vector, in float64: whole cache lines, and not just beyond a multiple of 4096
 // bytes, at which loads would wait for stores to the vector before. (2, 64, 4096) backward: 128

@@ -47,7 +47,6 @@ constexpr Index WORTH_WAKING = 1 << 16;
 // 660 us, without up to 1070. Inputs beyond the cache of one core are prefetched.
 constexpr Index PAST_CACHES = 4 << 20;
 constexpr Index OWN_CACHE = 1 << 20;
-constexpr Index LINE = 64;
 
 Index forward_rows(Index rows, Index n, Index together) {
     Index elements = std::min(std::max(rows * n / FEW_TILES, LEAST_FORWARD_TILE), FORWARD_TILE);
@@ -152,14 +151,9 @@ void plan(Call& c) {
     c.staged = needs_staging || (c.in_pairs && (c.nearest || c.x.type != F64));
     Index row_bytes = c.n * BYTES[c.x.type];
     Index bytes = c.rows * row_bytes;
-    // Whole lines of results, for non-temporal stores: rows, or a strip of neighbouring rows.
-    const Rows& y = c.y;
-    Index line = y.run ? LINE : kernels->alignment;
-    bool aligned = y.run ? y.stride == BYTES[y.type] && y.run % STRIP == 0 &&
-                               !(c.tile_rows % STRIP) && STRIP * y.stride % LINE == 0 &&
-                               (y.apart | y.outer) % LINE == 0
-                         : y.stride == row_bytes && row_bytes % line == 0;
-    aligned = aligned && y.type == c.x.type && (uintptr_t)y.data % (uintptr_t)line == 0;
+    bool aligned = c.y.type == c.x.type && !c.y.run && c.y.stride == row_bytes &&
+                   row_bytes % kernels->alignment == 0 &&
+                   (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
     c.past = aligned && bytes >= PAST_CACHES;
     c.ahead = bytes >= OWN_CACHE;
     c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);

@@ -35,7 +35,7 @@ template <class U, size_t D, size_t K> INLINE void transpose(Register<U, K> (&a)
 }
 
 // Moves the transpose of K x K elements; the rows of either lie so many bytes apart.
-template <bool PAST, class U>
+template <class U>
 INLINE void move_block(const char* from, Index from_stride, char* to, Index to_stride) {
     constexpr size_t K = K_OF<U>;
     Register<U, K> a[K];
@@ -43,18 +43,12 @@ INLINE void move_block(const char* from, Index from_stride, char* to, Index to_s
     for (size_t i = 0; i < K; i++) a[i] = read<Register<U, K>>(from + (Index)i * from_stride);
     transpose<U, K / 2, K>(a);
 #pragma GCC unroll 8
-    for (size_t i = 0; i < K; i++) {
-        char* at = to + (Index)i * to_stride;
-        PAST ? stream(at, a[i]) : write(at, a[i]);
-    }
+    for (size_t i = 0; i < K; i++) write(to + (Index)i * to_stride, a[i]);
 }
-
-// Ways to move rows; SCATTER_PAST with non-temporal stores.
-enum Way { GATHER, SCATTER, SCATTER_PAST };
 
 // Moves rows, which lie `stride` bytes apart and their elements `apart`, to or from plain rows,
 // `pitch` apart.
-template <Way WAY, class U>
+template <bool GATHER, class U>
 NOINLINE void move_rows(
     char* at, Index stride, Index apart, char* plain, Index pitch, Index rows, Index n) {
     constexpr Index K = (Index)K_OF<U>;
@@ -70,24 +64,27 @@ NOINLINE void move_rows(
             for (Index j = 0; j < n; j++) {
                 char* here = at + r * stride + j * apart;
                 char* there = plain + r * pitch + j * SIZE;
-                write(WAY == GATHER ? there : here, read<U>(WAY == GATHER ? here : there));
+                write(GATHER ? there : here, read<U>(GATHER ? here : there));
             }
         return;
     }
+    Index width = rows * SIZE;
     for (Index top = 0; top < n; top += K) {
         // The last blocks lie over those before.
         Index j = at_most(top, n - K);
-        // The next rows, into the second-level cache.
-        for (Index k = 0; WAY != SCATTER_PAST && k < K; k++)
-            __builtin_prefetch(at + (j + k) * apart + 64, WAY == SCATTER, SECOND_LEVEL);
+        // The lines of as many more rows, into the second-level cache: (16, 512, 768) over axis 1,
+        // forward 0.9 ns an element; those of columns to come, into the first, 1.05.
+        for (Index ahead = width; ahead > 0; ahead -= 64)
+            for (Index k = 0; k < K; k++)
+                __builtin_prefetch(at + (j + k) * apart + width + ahead - 1, !GATHER, SECOND_LEVEL);
         for (Index start = 0; start < rows; start += K) {
             Index r = at_most(start, rows - K);
             char* here = at + r * SIZE + j * apart;
             char* there = plain + r * pitch + j * SIZE;
-            if (WAY == GATHER)
-                move_block<false, U>(here, apart, there, pitch);
+            if (GATHER)
+                move_block<U>(here, apart, there, pitch);
             else
-                move_block<WAY == SCATTER_PAST, U>(there, pitch, here, apart);
+                move_block<U>(there, pitch, here, apart);
         }
     }
 }
@@ -107,10 +104,10 @@ inline bool is_plain(const Rows& a, Tile strip) {
 }
 
 // Moves a strip between an array and plain rows.
-template <Way WAY> void move_strip(const Rows& a, Index n, Tile strip, const Rows& plain) {
-    auto move = BYTES[a.type] == 2   ? move_rows<WAY, uint16_t>
-                : BYTES[a.type] == 4 ? move_rows<WAY, uint32_t>
-                                     : move_rows<WAY, uint64_t>;
+template <bool GATHER> void move_strip(const Rows& a, Index n, Tile strip, const Rows& plain) {
+    auto move = BYTES[a.type] == 2   ? move_rows<GATHER, uint16_t>
+                : BYTES[a.type] == 4 ? move_rows<GATHER, uint32_t>
+                                     : move_rows<GATHER, uint64_t>;
     for (Index i = strip.first, count; i < strip.stop; i += count) {
         count = at_most(strip.stop - i, a.run - i % a.run);
         move(place_of(a, i), a.stride, a.apart, row_of(plain, i), plain.stride, count, n);
@@ -133,15 +130,13 @@ template <class F> void each_strip(const Call& c, const Own& own, Tile tile, F f
             char* data = lies_plain ? place_of(from, first) : (char*)own.strips[k];
             to = {data - first * stride, from.type, stride};
             bool is_result = &to == &plain.y || (&to == &plain.x && c.source.data);
-            if (!lies_plain && !is_result) move_strip<GATHER>(from, c.n, strip, to);
+            if (!lies_plain && !is_result) move_strip<true>(from, c.n, strip, to);
         }
-        plain.past = c.past && is_plain(c.y, strip);
         // Rows that are marked instead of written leave their input.
         if (c.over) plain.y = c.backward ? plain.dy : plain.x;
         f(plain, strip);
-        if (c.source.data && !is_plain(c.x, strip)) move_strip<SCATTER>(c.x, c.n, strip, plain.x);
-        if (!is_plain(c.y, strip))
-            (c.past ? move_strip<SCATTER_PAST> : move_strip<SCATTER>)(c.y, c.n, strip, plain.y);
+        if (c.source.data && !is_plain(c.x, strip)) move_strip<false>(c.x, c.n, strip, plain.x);
+        if (!is_plain(c.y, strip)) move_strip<false>(c.y, c.n, strip, plain.y);
     }
 }
 
