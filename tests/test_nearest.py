@@ -17,11 +17,11 @@ from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
 from stablenorm.formats import format_of
+from stablenorm.records import bfloat16
 from stablenorm.reference.equations import round_to
 from stablenorm.reference.sums import PARTIAL, merged, rounded
 from stablenorm.testing import digest, digest_inputs, near_midpoints, published_digests
 from stablenorm.testing.families import Case
-from stablenorm.types import bfloat16
 
 
 def ties(dtype, rng):

@@ -14,7 +14,8 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import memory
 from stablenorm.formats import NATIVE, check_dtype
-from stablenorm.types import Array, shown
+from stablenorm.records import Array
+from stablenorm.scalars import shown
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
 _CUDA_KINDS = frozenset((2, 13))

@@ -7,7 +7,7 @@ are (n,). An array that is missing, or not wanted, is None. A backend writes the
 
 from typing import Any, NamedTuple
 
-from stablenorm.types import Norm, Statistics
+from stablenorm.records import Norm, Statistics
 
 
 class Forward(NamedTuple):

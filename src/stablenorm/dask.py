@@ -24,9 +24,9 @@ from stablenorm.arrays import is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks, keywords, operations
+from stablenorm.records import NAMES, Cache, Gradients, Norm
 from stablenorm.reference import sums
 from stablenorm.reference.exact import nearest
-from stablenorm.types import NAMES, Cache, Gradients, Norm
 
 # An array and the axes of x that its axes are, or (None, None).
 Operand = tuple[Any, Any]

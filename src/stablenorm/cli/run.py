@@ -32,8 +32,8 @@ import numpy as np
 from stablenorm.cli import page, parts, story
 from stablenorm.cli.files import Member, choose, list_members, read_eps
 from stablenorm.cli.story import Problem
+from stablenorm.output import columns, filled, printable, shape_text, write_whole
 from stablenorm.testing import digest, digest_inputs, published_digests
-from stablenorm.text import columns, filled, printable, shape_text, write_whole
 
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "

@@ -10,7 +10,7 @@ from stablenorm import arrays as host
 from stablenorm.arrays import check_distinct, check_target, mixed, on_cuda_device
 from stablenorm.cuda.driver import held, import_cupy
 from stablenorm.formats import check_dtype
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 
 def rows(array: Any, layout: Any, read: bool = True, _: Any = None) -> Any:

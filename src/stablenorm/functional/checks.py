@@ -15,17 +15,8 @@ from stablenorm.arrays import (
     show_axes,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
-from stablenorm.types import (
-    NAMES,
-    Array,
-    Cache,
-    Gradients,
-    Norm,
-    Shape,
-    check_eps,
-    check_record,
-    real,
-)  # fmt: skip
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Shape, check_record
+from stablenorm.scalars import check_eps, real
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__

@@ -24,8 +24,8 @@ from stablenorm.control import with_default_control
 from stablenorm.functional import checks
 from stablenorm.functional.layout import layout_of
 from stablenorm.functional.operations import backward, forward
+from stablenorm.records import NAMES, Array, Cache, Norm
 from stablenorm.reference.equations import blocks, round_to, sum_rows, widened
-from stablenorm.types import NAMES, Array, Cache, Norm
 
 
 class _Rows(NamedTuple):

@@ -75,11 +75,11 @@ from stablenorm.arrays import rows as rows_of
 from stablenorm.backends import arrays_of, module_of
 from stablenorm.call import Backward, Forward
 from stablenorm.functional.layout import Layout, layout_of
+from stablenorm.records import Array, Cache, Gradients, Norm, Statistics
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.reference.exact import Number
 from stablenorm.reference.sums import PARTIAL, merged
-from stablenorm.types import Array, Cache, Gradients, Norm, Statistics
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import Array, Shape
+from stablenorm.records import Array, Shape
 
 
 class Layout(NamedTuple):

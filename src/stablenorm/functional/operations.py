@@ -14,7 +14,7 @@ from stablenorm.call import Backward, Forward
 from stablenorm.control import with_default_control
 from stablenorm.functional import checks, keywords
 from stablenorm.functional.layout import layout_of
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__

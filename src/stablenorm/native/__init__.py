@@ -20,10 +20,10 @@ from stablenorm import control, memory, reference
 from stablenorm.arrays import as_rows
 from stablenorm.call import Backward, Forward
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Statistics
 from stablenorm.reference import uncertified
 from stablenorm.reference.sums import PARTIAL
 from stablenorm.threads import get_num_threads
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics
 
 try:
     from stablenorm import _core

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from stablenorm.call import Backward, Forward
+from stablenorm.records import Array, Norm, Statistics
 from stablenorm.reference import equations, uncertified
 from stablenorm.reference.equations import project, round_to, sum_rows, widened
 from stablenorm.reference.sums import PARTIAL, as_partial, merged
-from stablenorm.types import Array, Norm, Statistics
 
 __all__ = ["add", "backward", "forward", "lost", "project"]
 

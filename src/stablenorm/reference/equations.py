@@ -62,7 +62,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.types import Array, Norm, Statistics, bfloat16
+from stablenorm.records import Array, Norm, Statistics, bfloat16
 
 FLOAT64 = np.dtype(np.float64)
 

@@ -29,8 +29,8 @@ from typing import Any, Self
 import numpy as np
 
 from stablenorm.formats import format_of
+from stablenorm.records import Array, Norm
 from stablenorm.reference.equations import FLOAT64, round_to
-from stablenorm.types import Array, Norm
 
 # The least exponent of a float64 with 53 digits, and the bits after the point of numbers.
 _LEAST = -1073

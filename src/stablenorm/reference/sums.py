@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from stablenorm.control import with_default_control
+from stablenorm.records import Array
 from stablenorm.reference.equations import round_to
-from stablenorm.types import Array
 
 _WORDS = "high", "low", "error"
 PARTIAL = np.dtype([(name, "f8") for name in _WORDS])

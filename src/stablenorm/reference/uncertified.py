@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from stablenorm.call import Backward, Forward
+from stablenorm.records import Array, Statistics
 from stablenorm.reference.equations import BLOCK, FLOAT64, widened
 from stablenorm.reference.exact import Number, Row, nearest, numbers_of, plus
 from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
-from stablenorm.types import Array, Statistics
 
 
 @np.errstate(all="ignore")
