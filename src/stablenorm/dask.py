@@ -138,7 +138,7 @@ def forward(
     x: Any, norm: Norm, axis: Any, out: Any, backend: Any, keep: bool, residual: Any, where: Any
 ) -> tuple[Array, LazyCache | None]:
     """Do the work of `operations.forward` for an x that is a Dask array."""
-    checks.check_combinations([checks.DASK], out=out)
+    checks.check_combinations({checks.DASK: True, "out": out})
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
     norm = checks.checked_norm(convert, norm, x.shape, axes)
@@ -211,7 +211,8 @@ def backward(
 ) -> Gradients:
     """Do the work of `operations.backward` for the cache of a Dask array."""
     checks.checked_cache(cache, dy, kind)
-    checks.check_combinations([checks.DASK], out=out, sum_axes=sum_axes, accumulate=accumulate)
+    given = {"out": out, "sum_axes": sum_axes, "accumulate": accumulate}
+    checks.check_combinations(given | {checks.DASK: True})
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"

@@ -1,7 +1,7 @@
 """The checks of arguments, each once, and the table of features that cannot be combined."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -178,7 +178,7 @@ def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     every = np.logical_and.reduce(mask, axes, keepdims=True)
     is_whole = bool(np.logical_and.reduce(counts == every, None))
     if not is_whole and rounding == "nearest":
-        check_combinations(("where that varies inside a row", NEAREST))
+        check_combinations({"where that varies inside a row": True, NEAREST: True})
     lengths = list(shape)
     for axis in axes if is_whole else ():
         lengths[axis] = 1
@@ -273,30 +273,25 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )  # fmt: skip
 
 
-def check_features(norm: Norm, axes: Shape, backend: str, *more: str, **keywords: Any) -> None:
-    """Raise if what a norm on the arrays of a backend has cannot be combined with these features and given keywords."""
-    features = [*more]
-    if backend == "cuda":
-        features += [CUDA, *["RMS norm"] * (norm.kind == "rms")]
-        features += ["gamma_offset"] * bool(norm.gamma_offset)
-    if norm.rounding == "nearest":
-        features.append(NEAREST)
-    for parameter in (norm.gamma, norm.beta):
-        if parameter is not None and parameter.ndim > len(axes):
-            features.append(LEADING)
-    if features:
-        check_combinations(features, **keywords)
+def check_features(norm: Norm, axes: Shape, backend: str, **given: Any) -> None:
+    """Raise if what a norm on the arrays of a backend has cannot be combined with given keywords."""
+    of_parameters = [v.ndim for v in (norm.gamma, norm.beta) if v is not None]
+    features = {
+        CUDA: backend == "cuda",
+        "RMS norm": norm.kind == "rms",
+        "gamma_offset": norm.gamma_offset != 0,
+        NEAREST: norm.rounding == "nearest",
+        LEADING: max(of_parameters, default=0) > len(axes),
+    }
+    check_combinations(features | given)
 
 
-def check_combinations(features: Iterable[str], **keywords: Any) -> None:
-    """Raise ValueError if two of these features and given keywords are in the table together."""
-    present = set(features)
-    for name, value in keywords.items():
-        # `is not`, since `!=` of an array is an array.
-        if value is not None and value is not False:
-            present.add(name)
+def check_combinations(features: dict[str, Any]) -> None:
+    """Raise ValueError if two of the features that are there, not None nor False, are in the table together."""
+    # `is not`, since `!=` of an array is an array.
+    present = [name for name, value in features.items() if value is not None and value is not False]
     for refused, other, reason, cure in REFUSED:
-        for feature in refused:
-            if other in present and feature in present:
+        for feature in refused if other in present else ():
+            if feature in present:
                 msg = f"{feature} cannot be combined with {other}: {reason}; {cure}"
                 raise ValueError(msg)

@@ -127,9 +127,9 @@ def _checked(
 ) -> list[Any]:
     """Return the cache, arguments like x, and those like gamma and beta."""
     if is_lazy_cache(cache):
-        checks.check_combinations((operation, checks.DASK))
+        checks.check_combinations({operation: True, checks.DASK: True})
     cache = checks.checked_cache(cache, None, kind, operation)
-    checks.check_features(cache.norm, cache.axis, cache.backend, operation)
+    checks.check_features(cache.norm, cache.axis, cache.backend, **{operation: True})
     checked = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]
     likes = cache.norm.gamma, cache.norm.beta
     for (called, value), name, like in zip(of_parameters.items(), NAMES[1:], likes, strict=True):

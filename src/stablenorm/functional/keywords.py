@@ -3,7 +3,7 @@ Keywords, each a composition of plain calls that one could write oneself.
 
 A *part* of a call is a plain call: some rows, the columns of them that count, one gamma and one beta. `parts_of` finds the
 parts of a call with a mask, or with gamma and beta of leading axes; `forward` and `backward` do them one after the other. A
-call without either has one part.
+call without either is a plain one.
 All examples are over the last axis, and equal bit by bit.
 
 >>> import numpy as np
@@ -164,8 +164,9 @@ def forward(backend: str, call: Forward, layout: Layout, where: Array | None) ->
     x, norm, y, keep, residual, total, threads = call
     do, mask, n = module_of(backend).forward, layout.mask(where), layout.shape[1]
     norm = _prepared(backend, norm)
-    if (mask is None and (one := _flat(norm, n))) or not x.size:
-        one = norm._replace(gamma=None, beta=None) if not x.size else one
+    if not x.size:
+        norm = norm._replace(gamma=None, beta=None)
+    if mask is None and (one := _flat(norm, n)):
         return do(_new(Forward, (x, one, y, keep, residual, total, threads)))
     if mask is not None:
         y[...] = 0
@@ -198,9 +199,7 @@ def _joined(parts: list[Part], done: list[Statistics], count: int) -> Statistics
 def backward(backend: str, call: Backward, layout: Layout, where: Array | None) -> None:
     """Do a backward of rows whose gamma, beta and sums are as the user gave them."""
     norm, mask, n = _prepared(backend, call.norm), layout.mask(where), layout.shape[1]
-    sums: list[Any] = []
-    for total in (call.dgamma, call.dbeta):
-        sums.append(total if total is None else total.reshape(-1, n))
+    sums: list[Any] = [v if v is None else v.reshape(-1, n) for v in (call.dgamma, call.dbeta)]
     if mask is None and (one := _flat(norm, n)):
         flat = [v if v is None else v[0] for v in sums]
         fields = call.dy, call.x, one, call.statistics, call.dx, *flat, call.dsum, call.threads

@@ -75,7 +75,11 @@ def backward(call: Backward) -> None:
 
 
 def _by_blocks(shape: tuple[int, ...], do: Callable[[slice], None]) -> Array:
-    """Do blocks of rows; return which rows leave the range of float64, and are not done."""
+    """
+    Do blocks of rows; return which rows leave the range of float64, and are not done.
+
+    The flags of the processor tell it. WebAssembly has none: there such rows are what float64 makes of them.
+    """
     rare, todo = np.zeros(shape[0], bool), [*equations.blocks(shape)]
     for rows in todo:
         try:
