@@ -76,12 +76,12 @@ class Row:
     """A row as the module docstring names it; p is 0 for a row that has no norm."""
 
     def __init__(self, x: Array, norm: Norm):
-        self.x, self.n, self.is_layer = x.astype(np.float64), len(x), norm.kind == "layer"
-        self.least, self.p = int(np.frexp(self.x)[1].min()), 0
-        self.is_finite = bool(np.isfinite(self.x).all())
+        self.x, self.n, self.is_layer, self.p = x, len(x), norm.kind == "layer", 0
+        wide = x.astype(np.float64)
+        self.least, self.is_finite = int(np.frexp(wide)[1].min()), bool(np.isfinite(wide).all())
         if not self.is_finite:
             return
-        integers = integers_of(self.x, self.least)
+        integers = integers_of(wide, self.least)
         # Rows that differ by a factor have the same root.
         self.common = math.gcd(*integers) or 1
         integers = [v // self.common for v in integers]
@@ -94,7 +94,7 @@ class Row:
 
     def centered(self, columns: Any) -> list[int]:
         """Return C of some columns."""
-        integers = integers_of(self.x[columns], self.least)
+        integers = integers_of(self.x[columns].astype(np.float64), self.least)
         return [self.n * (v // self.common) - self.total for v in integers]
 
     def times_xhat(self, values: Array, columns: Any = slice(None)) -> list[Number]:
