@@ -248,7 +248,7 @@ def checked_gradients(
         if accumulate and name != "out.dx" and like is not None and array is None:
             msg = f"{name} must be the array to add to with accumulate=True, got None"
             raise ValueError(msg)
-    return Gradients._make(results_in(arrays, outs, likes, inputs, over="dy"))
+    return _new(Gradients, results_in(arrays, outs, likes, inputs, over="dy"))
 
 
 CUDA, DASK = "arrays on a CUDA device", "a Dask array"
@@ -275,13 +275,13 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 
 def check_features(norm: Norm, axes: Shape, backend: str, **given: Any) -> None:
     """Raise if what a norm on the arrays of a backend has cannot be combined with given keywords."""
-    of_parameters = [v.ndim for v in (norm.gamma, norm.beta) if v is not None]
+    gamma, beta = norm.gamma, norm.beta
     features = {
         CUDA: backend == "cuda",
         "RMS norm": norm.kind == "rms",
         "gamma_offset": norm.gamma_offset != 0,
         NEAREST: norm.rounding == "nearest",
-        LEADING: max(of_parameters, default=0) > len(axes),
+        LEADING: max(getattr(gamma, "ndim", 0), getattr(beta, "ndim", 0)) > len(axes),
     }
     check_combinations(features | given)
 
@@ -289,7 +289,10 @@ def check_features(norm: Norm, axes: Shape, backend: str, **given: Any) -> None:
 def check_combinations(features: dict[str, Any]) -> None:
     """Raise ValueError if two of the features that are there, not None nor False, are in the table together."""
     # `is not`, since `!=` of an array is an array.
-    present = [name for name, value in features.items() if value is not None and value is not False]
+    present = set()
+    for name, value in features.items():
+        if value is not None and value is not False:
+            present.add(name)
     for refused, other, reason, cure in REFUSED:
         for feature in refused if other in present else ():
             if feature in present:

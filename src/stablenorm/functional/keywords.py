@@ -106,12 +106,12 @@ def parts_of(mask: Array | None, numbers: Array, others: Any = 0) -> list[Part]:
         pairs = zip(keys.tolist(), map(bytes, np.packbits(mask, 1)), strict=True)
         keys = np.array([known.setdefault(pair, len(known)) for pair in pairs])
     order = keys.argsort(kind="stable")
-    ends = (np.diff(keys[order]).nonzero()[0] + 1).tolist()
-    parts, start = list[Part](), 0
-    for stop in (*ends, len(order)):
+    ordered, parts, start = keys[order], list[Part](), 0
+    ends = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
+    for stop in (*ends.tolist(), len(order)):
         rows: Any = order[start:stop]
         at, first, columns, start = rows, int(rows[0]), None, stop
-        if mask is not None and not mask[first].all():
+        if mask is not None and not np.logical_and.reduce(mask[first]):
             columns = mask[first].nonzero()[0]
             at = rows[:, None], columns
         elif rows[-1] - first == len(rows) - 1:
@@ -199,23 +199,26 @@ def _joined(parts: list[Part], done: list[Statistics], count: int) -> Statistics
 def backward(backend: str, call: Backward, layout: Layout, where: Array | None) -> None:
     """Do a backward of rows whose gamma, beta and sums are as the user gave them."""
     norm, mask, n = _prepared(backend, call.norm), layout.mask(where), layout.shape[1]
-    sums: list[Any] = [v if v is None else v.reshape(-1, n) for v in (call.dgamma, call.dbeta)]
+    sums: list[Any] = []
+    for total in (call.dgamma, call.dbeta):
+        sums.append(total if total is None else total.reshape(-1, n))
     if mask is None and (one := _flat(norm, n)):
         flat = [v if v is None else v[0] for v in sums]
         fields = call.dy, call.x, one, call.statistics, call.dx, *flat, call.dsum, call.threads
         module_of(backend).backward(_new(Backward, fields))
         return
     of_gamma, of_beta = layout.numbers(norm.gamma), layout.numbers(norm.beta)
-    call = call._replace(norm=norm)
-    if sums[1] is not None and (of_gamma != of_beta).any():
+    if sums[1] is not None and np.logical_or.reduce(of_gamma != of_beta):
         # dbeta alone needs no gamma.
-        alone = call._replace(norm=norm._replace(gamma=None), dx=None)
-        _one_pass(backend, alone, [None, sums[1]], mask, of_beta)
+        alone = norm._replace(gamma=None)
+        _one_pass(backend, call._replace(dx=None), alone, [None, sums[1]], mask, of_beta)
         sums[1] = None
-    _one_pass(backend, call, sums, mask, of_gamma)
+    _one_pass(backend, call, norm, sums, mask, of_gamma)
 
 
-def _one_pass(backend: str, call: Backward, sums: list[Any], mask: Any, numbers: Array) -> None:
+def _one_pass(
+    backend: str, call: Backward, norm: Norm, sums: list[Any], mask: Any, numbers: Array
+) -> None:
     """Write dx, and sums of one number for each row."""
     do, n, dx = module_of(backend).backward, call.x.shape[1], call.dx
     inside = mask is not None and mask.shape[1] > 1
@@ -228,7 +231,7 @@ def _one_pass(backend: str, call: Backward, sums: list[Any], mask: Any, numbers:
     # By sample, the sums of its parts, which are rounded once.
     groups: list[dict[int, list[Array]]] = [{}, {}]
     for part in parts_of(mask, numbers):
-        own, of_dx, totals = _norm_of(part, call.norm, n, numbers), _room(part, dx), list[Any]()
+        own, of_dx, totals = _norm_of(part, norm, n, numbers), _room(part, dx), list[Any]()
         sample = int(numbers[part.first])
         for total in sums:
             if total is not None and inside:
