@@ -15,6 +15,7 @@ from stablenorm.check.operation import (
     Loss,
     Missing,
     Operation,
+    Unknown,
     as_array,
 )
 from stablenorm.check.results import _NO_ARGUMENT, ArgumentResult, Finding, GradientReport, Verdict
@@ -212,8 +213,8 @@ def _compare(
 
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Return the result of an argument that cannot be compared, or None; `fault` is the backward's."""
-    if array is None or (gradient is None and not fault):
-        why = _NO_ARGUMENT if array is None else "backward returned None for it"
+    if array is None or (not fault and (gradient is None or isinstance(gradient, Unknown))):
+        why = _NO_ARGUMENT if array is None else gradient or "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
         fault = fault or (gradient if isinstance(gradient, Missing) else "")

@@ -58,6 +58,10 @@ class Missing(str):
     """Stands for a gradient that is found nowhere; the text says so."""
 
 
+class Unknown(str):
+    """Stands for a gradient that cannot be judged; the text says why."""
+
+
 class Operation:
     """A forward and its backward; watches the calls, and turns their exceptions into FaultError."""
 
