@@ -196,8 +196,9 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     for name, argument, actual in zip(names, arguments, (y, *gradients.values()), strict=True):
         if argument is not None and actual is not None:
             output = as_array(name, actual, argument.shape)
-            # The coarsest dtype of the output, its argument, x and dy.
-            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, output))
+            # The coarsest dtype of its argument, x and dy; an output may be float32 besides, not less.
+            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument))
+            u = max(u, min(unit_roundoff(output.dtype), 2.0**-24))
             judged[name] = Judged(name, output, expected(u))
     return judged
 

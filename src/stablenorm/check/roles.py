@@ -25,6 +25,7 @@ _NAMES = {
     "train": "training train istraining trainmode mode",
     "rate": "rate learningrate lr eta stepsize alpha",
     "shape": "normalizedshape shape",
+    "axis": "axis axes",
     # Arguments that no norm of one x has: such code is refused by name.
     "others": "residual skip shortcut identity mask attentionmask attnmask paddingmask dropout rng key generator where keepprob prob p rate",
 }

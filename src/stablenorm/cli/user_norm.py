@@ -158,11 +158,12 @@ def _pullback(dy: Any, cache: Any) -> Any:
 def _of_functions(forward: Any, backward: Any, name: str, shape: Any, axes: Any) -> Norm:
     call, pull, pair = roles.adapt(forward, backward)
     settings = [n for n, role in pair.of_forward.items() if role == "settings"]
-    cure = f"the forward takes {settings[0]}: {roles.WRAP}" if settings and pair.takes else ""
+    is_inside = settings and "gamma" not in pair.of_forward.values()
+    cure = f"the forward takes {settings[0]}: {roles.WRAP}" if is_inside else ""
     unknown = {r: n for n, r in pair.of_forward.items() if r in PARAMETERS and not role_of(n)}
     held = {n: v for n, v in getattr(forward, "__globals__", {}).items() if _is_data(n, v)}
     subject = _Subject(lambda _: (forward, backward, [None, held]), pair, axes)
-    places, others = ({}, []) if "gamma" in pair.takes else subject.find(shape)
+    places, _ = ({}, []) if "gamma" in pair.takes else subject.find(shape)
     if unknown:
         _exchange(pair, unknown, subject.draw(shape))
 
@@ -301,7 +302,7 @@ class _Subject:
                 pair.call(given | {"x": x.copy()})
             arrays = dict(arrays_in(held))
         # One path to each array.
-        kept = {path: a.copy() for path, a in arrays.items() if a.size > 1 and a.dtype.kind in "fi"}
+        kept = {path: a.copy() for path, a in arrays.items() if a.size > 1 and a.dtype.kind == "f"}
         paths = {id(arrays[path]): path for path in reversed(kept)}
         rng, acts = np.random.default_rng(1), dict[Path_, str]()
         values = {path: rng.uniform(0.5, 1.5, kept[path].size) for path in paths.values()}
@@ -405,6 +406,11 @@ def _stored_gradients(
         and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
     }  # fmt: skip
     found, parents = dict[str, Path_](), [path[:-1] for path in places]
+    there = dict(arrays_in(held))
+    # Where the parameters change, other arrays may be moments of an optimizer.
+    is_step = any(not np.array_equal(there[path], before[path][1]) for path in places)
+    if is_step:
+        new = {path: a for path, a in new.items() if gradient_role(path[-1])}
     for path, role in places.items():
         # Words of its own name; those of one letter are in every other word.
         names = [k for part in path if len(k := key_of(part)) > 1 and k not in _CONTAINERS]
@@ -442,7 +448,7 @@ def _maker(
         names = file.names | {"np": np}
         return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""
     asked = {
-        name: (role_of(name, ("eps", *PARAMETERS, "train", "others")), needed)
+        name: (role_of(name, ("eps", "axis", *PARAMETERS, "train", "others")), needed)
         for name, needed in roles.parameters(class_).items()
     }
     # The first of no known role is the length of a row; for others, guesses are tried.
@@ -466,7 +472,7 @@ def _maker(
             name: known.get(role, [1e-5, generator, n])
             for name, (role, needed) in asked.items()
             if needed or role in ("eps", "axis")
-        } | {name: lengths_first for name in unknown[:1]}
+        } | dict.fromkeys(unknown[:1], lengths_first)
         ways = [((), dict(zip(guesses, own, strict=True))) for own in itertools.product(*guesses.values())]
         if not unknown:
             # Nothing is required, or *args.
