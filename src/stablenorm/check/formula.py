@@ -179,6 +179,8 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
     ):
         change = _changed(of, *recipe)
         words = change.words.replace("it is", "xhat is").partition(":")[0]
+        if recipe[0] != own[0]:
+            words = f"eps is {recipe[0][0]:g}, not {of.case.eps:g} as in the forward,"
         yield change._replace(words=words, text=f"rstd' = {change.text}", axes=())
     rstd, centered, dy, gamma = of.rstd, of.centered, of.dy, of.gamma - of.case.gamma_offset
     for dtype in (form.dtype for form in (FLOAT32, BFLOAT16, FLOAT16)):
@@ -204,18 +206,17 @@ def _changed(
 ) -> Change:
     """Return the rstd and xhat of one way to write a forward; the text is the formula of rstd."""
     (eps, axes), (is_var, is_centered, words) = problem, norm
-    x, own_eps = of.case.x.astype(np.float64), of.case.eps
+    x = of.case.x.astype(np.float64)
     count, mean = math.prod(x.shape[axis] for axis in axes), x.mean(axes, keepdims=True)
     v = np.square(x - mean * is_var).mean(axes, keepdims=True) * count / max(count - less, 1)
     rstd = eval(root, {"v": v, "eps": eps, "sqrt": np.sqrt})
-    size, number = "var" if is_var else "mean(x^2)", "eps" if eps == own_eps else f"{eps:g}"
+    size, number = "var" if is_var else "mean(x^2)", "eps" if eps == of.case.eps else f"{eps:g}"
     text = root.replace("**", "^").replace(" * ", " ").replace("eps", number)
     said = [
         "the variance is divided by n - 1" * less,
         words,
-        f"eps is {eps:g}, not {own_eps:g} as in the forward," * (eps != own_eps and root == next(iter(_ROOTS))),
         re.sub(r"\bv\b", size, _ROOTS[root]),
-    ]  # fmt: skip
+    ]
     xhat = ((x - mean * is_centered) * rstd).reshape(-1, of.case.n)
     text = re.sub(r"\bv\b", size + " n / (n - 1)" * less, text).removesuffix("^0")
     # Over other axes, rstd is no number of a row.

@@ -251,6 +251,8 @@ def _is_narrow(operation: Operation, case: Case, rng: Generator) -> bool:
     return False
 
 
+# The search takes a second for an x of so many elements.
+_LARGE = 2**11
 # The judged gradients, formulas by name, causes.
 _Found = tuple[Mapping[str, list[Judged]], dict[str, Reading], tuple[str, ...]]
 _NOTHING: _Found = ({}, {}, ())
@@ -269,7 +271,8 @@ def _look(
     outputs = [closed_form.judge(operation, data) for data in (case, closed_form.ordinary(case, rng))]
     judged = {name: [by_name[name] for by_name in outputs] for name in outputs[0]}
     if wrong := [one for one in judged.pop("y")[::-1] if one.wrong]:
-        found, causes = _read(operation, case, rng, ["y"], names)
+        # The eps of what is no norm is not known.
+        found, causes = _read(operation, case._replace(eps=given), rng, ["y"], names)
         said = wrong[0].not_finite or f"y is off by {wrong[0].error:.1e}"
         findings.append(Finding("the forward", "y = gamma xhat + beta", "FAIL", said))
         kind = {"layer": "layer", "rms": "RMS"}[case.kind]
@@ -301,7 +304,7 @@ def _read(
     leads = ((), ()), ((20,), (26,)), ((4, 5), (5, 6)), ((2, 3, 4), (3, 4, 5))
     small, other = ((*lead, n) for lead, n in zip(leads[min(case.x.ndim, 4) - 1], (8, 11), strict=True))
     # The code may want its own shape. Then no names of factors are certain.
-    for shapes in ((small, small, other), (case.x.shape,) * 3):
+    for shapes in ((small, small, other), *[(case.x.shape,) * 3] * (case.x.size <= _LARGE)):
         try:
             draws = [closed_form.ordinary(case, rng, shape) for shape in shapes]
             outputs = [closed_form.judge(operation, draw) for draw in draws]
@@ -309,7 +312,8 @@ def _read(
         except FaultError:
             continue
     else:
-        return {}, ()
+        text = f"not read back: the code takes no x but of shape {shape_text(case.x.shape)}"
+        return dict.fromkeys(wrong, Reading(text, "")), ()
     # The error where the code is right: y is, or nothing is known but the rounding.
     noise = max(max(o["y"].error * ("y" not in wrong), o["y"].expected.u) for o in outputs)
     readings, found = dict[str, Reading](), dict[str, list[str]]()

@@ -12,6 +12,8 @@ TINIEST = 2.0**-1074
 _NO_ARGUMENT = "the argument is None"
 # Layers whose notes everybody reads; those of other layers are figures.
 _TOLD = "contract", "the forward", "smoothness"
+# Layers whose messages are sentences; others begin with the name of the problem.
+_SENTENCES = "contract", "parameters"
 _LAYERS = {
     "contract": "what every pair of functions must do",
     "closed form": "our own formulas, element by element",
@@ -196,10 +198,12 @@ class GradientReport:
     @property
     def unjudged(self) -> str:
         """Why not all gradients were judged; empty if all were, or have no argument."""
-        left = (
-            r for r in self.arguments if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT
-        )
-        return "; ".join(f"d{r.name} was not judged: {r.message}" for r in left)
+        why = dict[str, list[str]]()
+        for r in self.arguments:
+            if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT:
+                why.setdefault(r.message, []).append(f"d{r.name}")
+        said = (f"{' and '.join(n)} {'were' if n[1:] else 'was'} not judged: {w}" for w, n in why.items())
+        return "; ".join(said)
 
     @property
     def headline(self) -> str:
@@ -223,7 +227,8 @@ class GradientReport:
 
         With `verbose`, all figures follow, each with a word of explanation.
         """
-        lines = [self.unjudged] * (self.passed and bool(self.unjudged))
+        unjudged = self.unjudged * self.passed
+        lines = [unjudged] * bool(unjudged)
         lines += [f.message for f in self.findings if f.layer == "precision"]
         # Each formula with its own cause would repeat what is common: first formulas, then causes.
         for name, yours in self.formula.items():
@@ -231,15 +236,16 @@ class GradientReport:
             lines.append(label + yours)
             lines += ["right".ljust(len(label)) + self.right[name]] * bool(self.right[name])
         failed = [
-            f"{f.name}: {f.message}".removesuffix(": ")
+            f.message if f.layer in _SENTENCES else f"{f.name}: {f.message}"
             for f in self.findings
             if f.verdict in ("FAIL", "INCONCLUSIVE")
         ]
         lines += [f"{'cause':10}{said}" for said in self.diagnosis or failed[:1]]
         lines += self.traceback.splitlines()
-        lines += [
-            str(result) for result in self.arguments if not (self.traceback and result.message)
-        ]
+        for result in self.arguments:
+            # What was said above is not said again.
+            is_said = result.message and (self.traceback or result.message in unjudged)
+            lines += [] if self.traceback and is_said else [str(result).partition(": the")[0] if is_said else str(result)]
         lines += [said for said in failed[not self.diagnosis :] if said not in lines]
         lines += [
             f"note: {f.message}" for f in self.findings if f.verdict == "NOTE" and f.layer in _TOLD
