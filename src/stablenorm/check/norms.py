@@ -282,7 +282,7 @@ def _look(
         findings.append(Finding("the forward", "it uses eps", "NOTE", message))
     findings.append(Finding("closed form", "y = gamma xhat + beta", "PASS"))
     for name, both in judged.items():
-        if all(one.right for one in both):
+        if not any(one.wrong for one in both):
             findings.append(Finding("closed form", f"every element of {name} is right", "PASS"))
     if wrong_names := [n for n, both in judged.items() if any(one.wrong for one in both)]:
         message = "not run: the gradients are wrong on ordinary inputs already"
@@ -321,7 +321,7 @@ def _read(
         own = [o[name] for o in outputs]
         if not any(one.wrong for one in own) or not all(np.isfinite(o.actual).all() for o in own):
             continue
-        places = {formula.locate(o.actual, o.value, o.plain, o.shape) for o in own}
+        places = {formula.locate(o.actual, o.value, o.bound, o.shape) for o in own}
         cause = places.pop() if len(places) == 1 else ""
         if not cause and case.n > 1:
             reading = formula.read(name, draws, [o.actual for o in own], noise, case.x.shape, axes)
@@ -360,22 +360,22 @@ def _decided(name: str, judged: list[Judged], why: str, moved: _Moved) -> Argume
     if not judged:
         return ArgumentResult(name, "NOT CHECKED", message=why)
     one = next((one for one in judged if one.wrong), judged[0])
-    is_right = all(one.right for one in judged)
-    z, bound = (one.z_plain, one.plain) if is_right else (one.z, one.careless)
     verdict: Verdict = "FAIL" if one.wrong else "PASS"
     message = one.not_finite * one.wrong
     # If an offset leaves x no digits, the closed form does not know the right gradient either.
-    if not one.wrong and one.resolution(bound) > (np.finfo(float).max if is_right else COARSEST):
+    coarsest = np.finfo(float).max if all(one.right for one in judged) else COARSEST
+    if not one.wrong and one.resolution > coarsest:
         verdict, message = "INCONCLUSIVE", "the offset of x leaves too few digits"
-    worst, wrong, places = int(np.argmax(z)), np.reshape(z > 1, -1), np.arange(z.size)
+    z, worst = one.z, int(np.argmax(one.z))
+    wrong, places = np.reshape(z > 1, -1), np.arange(z.size)
     shape: tuple[int, ...] = one.shape
     if name == "x":
         places, shape = moved.places.reshape(-1), moved.like[0].shape
     seen = np.zeros(z.size, bool)
     seen[places] = wrong
-    numbers = (float(a.flat[worst]) for a in (one.actual, one.value, bound))
+    numbers = (float(a.flat[worst]) for a in (one.actual, one.value, one.bound))
     return ArgumentResult(
         name, verdict, z.size, z.size, 0, int(wrong.sum()), place_of(int(places[worst]), shape),
-        *numbers, 0.0, one.resolution(bound), message, "closed form",
+        *numbers, 0.0, one.resolution, message, "closed form",
         name_pattern(seen.reshape(shape)) if one.wrong else "",
     )  # fmt: skip
