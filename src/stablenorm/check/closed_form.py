@@ -136,7 +136,12 @@ class Judged:
     """One output beside its closed form, as (rows, n) or (n,); `shape` is its own shape."""
 
     def __init__(self, name: str, output: Array, expected: Expected):
-        self.name, self.expected, self.shape, self.dtype = name, expected, output.shape, output.dtype
+        self.name, self.expected, self.shape, self.dtype = (
+            name,
+            expected,
+            output.shape,
+            output.dtype,
+        )
         self.value, bounds, magnitude = expected.bounds_of(name, output.dtype)
         self.actual = output.astype(np.float64).reshape(self.value.shape)
         # The error in units of both bounds; the first is taken where it holds everywhere.
@@ -314,7 +319,11 @@ def judge_case(operation: Operation, case: Case) -> tuple[Verdict, str]:
     # A coarser dtype than float64 must keep four digits: some programs round more often than the bounds
     # count, and where the cube of rstd overflows, which some compute, none is asked for.
     form = format_of(case.x.dtype)
-    most = 1e-4 * (form.digits < 53) if form.largest > max(case.eps**-1.5 if case.eps else 0, 1e20) else math.inf
+    most = (
+        1e-4 * (form.digits < 53)
+        if form.largest > max(case.eps**-1.5 if case.eps else 0, 1e20)
+        else math.inf
+    )
     for one in judged:
         if one.wrong and one.error > most:
             where = name_pattern((one.z > 1).reshape(one.shape))

@@ -202,7 +202,10 @@ class GradientReport:
         for r in self.arguments:
             if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT:
                 why.setdefault(r.message, []).append(f"d{r.name}")
-        said = (f"{' and '.join(n)} {'were' if n[1:] else 'was'} not judged: {w}" for w, n in why.items())
+        said = (
+            f"{' and '.join(n)} {'were' if n[1:] else 'was'} not judged: {w}"
+            for w, n in why.items()
+        )
         return "; ".join(said)
 
     @property
@@ -245,7 +248,11 @@ class GradientReport:
         for result in self.arguments:
             # What was said above is not said again.
             is_said = result.message and (self.traceback or result.message in unjudged)
-            lines += [] if self.traceback and is_said else [str(result).partition(": the")[0] if is_said else str(result)]
+            lines += (
+                []
+                if self.traceback and is_said
+                else [str(result).partition(": the")[0] if is_said else str(result)]
+            )
         lines += [said for said in failed[not self.diagnosis :] if said not in lines]
         lines += [
             f"note: {f.message}" for f in self.findings if f.verdict == "NOTE" and f.layer in _TOLD

@@ -35,7 +35,9 @@ _MODULE = "_checked_by_stablenorm"
 # Names that say nothing about what they hold.
 _CONTAINERS = "params", "parameters", "value", "data", "weights"
 _NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
-_EARLY = Missing("gamma or beta is updated before dx is computed, which depends on the learning rate")
+_EARLY = Missing(
+    "gamma or beta is updated before dx is computed, which depends on the learning rate"
+)
 _STEP = Unknown(
     "the backward changes it by a step that is not rate * gradient (Adam, a decay, a rate of its own): "
     "store the gradient, or ask for --only x"
@@ -174,14 +176,23 @@ def _of_functions(forward: Any, backward: Any, name: str, shape: Any, axes: Any)
 
     if places:
         return subject.norm(signature, name, cure)
-    why = "no gamma was found: --only x judges the gradient of x alone" if held and "gamma" not in pair.takes else ""
+    why = (
+        "no gamma was found: --only x judges the gradient of x alone"
+        if held and "gamma" not in pair.takes
+        else ""
+    )
     return Norm(call, pull, pair.takes, signature, name, cure, why)
 
 
 def _is_data(name: str, value: Any) -> bool:
     """Tell whether a name of a module holds what may hold a parameter."""
     no_data = ModuleType, FunctionType, type, str, int, float, np.number, tuple
-    return name[:2] != "__" and not isinstance(value, no_data) and not callable(value) and value is not None
+    return (
+        name[:2] != "__"
+        and not isinstance(value, no_data)
+        and not callable(value)
+        and value is not None
+    )
 
 
 def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
@@ -190,7 +201,9 @@ def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
     given = {"x": x, "eps": 1e-5, "gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
     acts = dict[str, str]()
     for role, name in unknown.items():
-        acts[role] = _act(lambda x, by, role=role: pair.call(given | {"x": x, role: given[role] + by})[0], x)
+        acts[role] = _act(
+            lambda x, by, role=role: pair.call(given | {"x": x, role: given[role] + by})[0], x
+        )
         if not acts[role]:
             msg = f"the forward takes {name}, which neither scales nor shifts y: {roles.WRAP}"
             raise FaultError(msg)
@@ -265,7 +278,9 @@ class _Subject:
         longer = [m if k in own else max(m, 2 + k + (n == 2 + k)) for k, m in enumerate(shape)]
         return np.random.default_rng(0).standard_normal(longer)
 
-    def _prepared(self, x: Array, values: dict[Path_, Array], rate: float = RATE) -> tuple[Pair, Any]:
+    def _prepared(
+        self, x: Array, values: dict[Path_, Array], rate: float = RATE
+    ) -> tuple[Pair, Any]:
         """Return the functions, with these values in the parameters, and the holder."""
         forward, backward, held = self._make(tuple(x.shape[axis] for axis in self._axes))
         for name, value in getattr(held[0], "__dict__", {}).copy().items():
@@ -307,6 +322,7 @@ class _Subject:
         rng, acts = np.random.default_rng(1), dict[Path_, str]()
         values = {path: rng.uniform(0.5, 1.5, kept[path].size) for path in paths.values()}
         for path in paths.values():
+
             def y_of(x: Array, by: float, path: Path_ = path) -> Any:
                 pair, _ = self._prepared(x, values | {path: values[path] + by})
                 return pair.call(given | {"x": x})[0]
@@ -328,50 +344,43 @@ class _Subject:
         return self.places, [_spelled(path) for path in acts if path not in self.places]
 
     def _run(self, inputs: Any, rate: float = RATE) -> tuple[Any, Callable[[Array], Any]]:
-        """Return y of (x, gamma, beta, eps), and its backward."""
+        """Return y of (x, gamma, beta, eps), and the backward: gradients and steps by role, what was returned."""
         named = dict(zip(("x", *PARAMETERS, "eps"), inputs, strict=True))
         own = {p: named[role] for p, role in self.places.items() if named[role] is not None}
         pair, held = self._prepared(named["x"], own, rate)
-        takes = self.takes
         y, saved = pair.call(named)
 
-        def pull(dy: Array) -> dict[str, Any]:
+        def pull(dy: Array) -> tuple[dict[str, Any], dict[str, Any], Any]:
             before = {path: (a, a.copy()) for path, a in arrays_in(held)}
             returned = pair.pull(dy, saved, rate)
-            gradients = roles.gradients_by_role(returned, takes)
+            there = dict(arrays_in(held))
             # The first backward shows where they are: later ones may be 0, as if not stored.
             if self._stored is None:
-                self._stored = _stored_gradients(held, before, self.places, dy, self._axes)
-            there = dict(arrays_in(held))
-            found = {role: there[path] for role, path in self._stored.items() if path in there}
-            steps = {}
+                self._stored = _stored_gradients(there, before, self.places, dy, self._axes)
+            gradients = {role: there[path] for role, path in self._stored.items() if path in there}
+            by_role = roles.gradients_by_role(returned, self.takes)
+            gradients |= {role: g for role, g in by_role.items() if g is not None}
+            steps = dict[str, Any]()
             for path, role in self.places.items():
-                if role not in self._stored and not np.array_equal(there[path], before[path][1]):
-                    steps[role] = (before[path][1] - there[path]) / rate
-            gradients = found | {role: g for role, g in gradients.items() if g is not None}
-            for path, role in self.places.items():
-                gradient = gradients.get(role, steps.get(role, _NOWHERE))
-                if np.size(gradient) == np.size(named[role]) and np.shape(gradient) == np.shape(before[path][0]):
-                    gradient = np.reshape(gradient, np.shape(named[role]))
-                gradients[role] = gradient
-            return gradients | {"steps": steps.keys() - found.keys() - {None}, "returned": returned}
+                old, new, given = before[path][1], there[path], named[role]
+                if role not in gradients and not np.array_equal(old, new):
+                    gradients[role] = steps[role] = (old - new) / rate
+                gradient = gradients.setdefault(role, _NOWHERE)
+                if np.shape(gradient) == old.shape and old.size == np.size(given):
+                    gradients[role] = np.reshape(gradient, np.shape(given))
+            return gradients, steps, returned
 
         return y, pull
 
     def _pull(self, dy: Array, inputs: Any) -> list[Any]:
         """Run forward and backward; a gradient that is only applied is believed if the step is rate * gradient."""
-        gradients = self._run(deepcopy(inputs))[1](dy.copy())
-        returned, steps = gradients.pop("returned"), gradients.pop("steps")
+        gradients, steps, returned = self._run(deepcopy(inputs))[1](dy.copy())
         if steps:
-            faster, twice = (
-                self._run(deepcopy(inputs), rate)[1](factor * dy)
-                for rate, factor in ((2 * RATE, 1), (RATE, 2))
-            )
-            for role in steps:
-                if not all(
-                    np.allclose(other[role], factor * np.asarray(gradients[role]), rtol=1e-4)
-                    for other, factor in ((faster, 1), (twice, 2))
-                ):
+            faster, faster_steps, _ = self._run(deepcopy(inputs), 2 * RATE)[1](dy.copy())
+            _, twice, _ = self._run(deepcopy(inputs))[1](2 * dy)
+            for role, step in steps.items():
+                both = (faster_steps.get(role, 0), twice.get(role, 0) / 2)
+                if not all(np.allclose(other, step, rtol=1e-4) for other in both):
                     gradients[role] = _STEP
             if not np.array_equal(faster["x"], gradients["x"]):
                 gradients["x"] = _EARLY
@@ -395,21 +404,23 @@ class _Subject:
 
 
 def _stored_gradients(
-    held: Any, before: dict[Path_, Any], places: dict[Path_, str], dy: Array, axes: Any
+    there: dict[Path_, Array],
+    before: dict[Path_, Any],
+    places: dict[Path_, str],
+    dy: Array,
+    axes: Any,
 ) -> dict[str, Path_]:
     """Return by role the paths to the gradients that a backward left in the holder."""
     owned = {id(before[path][0]) for path in places}
     new = {
         path: a
-        for path, a in arrays_in(held)
+        for path, a in there.items()
         if id(a) not in owned and path not in places and a.dtype.kind == "f"
         and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
     }  # fmt: skip
     found, parents = dict[str, Path_](), [path[:-1] for path in places]
-    there = dict(arrays_in(held))
     # Where the parameters change, other arrays may be moments of an optimizer.
-    is_step = any(not np.array_equal(there[path], before[path][1]) for path in places)
-    if is_step:
+    if any(not np.array_equal(there[path], before[path][1]) for path in places):
         new = {path: a for path, a in new.items() if gradient_role(path[-1])}
     for path, role in places.items():
         # Words of its own name; those of one letter are in every other word.
@@ -447,47 +458,39 @@ def _maker(
     if init:
         names = file.names | {"np": np}
         return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""
-    asked = {
-        name: (role_of(name, ("eps", "axis", *PARAMETERS, "train", "others")), needed)
-        for name, needed in roles.parameters(class_).items()
-    }
-    # The first of no known role is the length of a row; for others, guesses are tried.
+    # Role and whether it is required. The first of no known role is the length of a row.
+    known = "eps", "axis", *PARAMETERS, "train", "others"
+    asked = {n: (role_of(n, known), needed) for n, needed in roles.parameters(class_).items()}
     unknown = [name for name, (role, needed) in asked.items() if needed and not role]
     cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
     cure = f'say how it is made: --init "{class_.__name__}({cure})"'
     if others := ", ".join(unknown[1:]):
         cure = f"{class_.__name__} also requires {others}; {cure}"
-    works = list[int]()
 
     def make(lengths: tuple[int, ...]) -> Any:
         n, failures, generator = math.prod(lengths), list[str](), np.random.default_rng(0)
-        lengths_first = [lengths, n] if len(lengths) > 1 else [n, lengths]
-        known: dict[str, list[Any]] = {
+        # A required bias may be a switch.
+        values: dict[str, list[Any]] = {
             "eps": [1e-5], "axis": [-1], "train": [True], "others": [generator],
-            # A required bias may be a switch.
             "gamma": [np.ones(n), True], "beta": [np.zeros(n), True],
+            "": [*[lengths] * (len(lengths) > 1), n, lengths, 1e-5, generator],
         }  # fmt: skip
         # With a default they are left: bias=True is a switch.
         guesses = {
-            name: known.get(role, [1e-5, generator, n])
+            name: values[role]
             for name, (role, needed) in asked.items()
             if needed or role in ("eps", "axis")
-        } | dict.fromkeys(unknown[:1], lengths_first)
-        ways = [((), dict(zip(guesses, own, strict=True))) for own in itertools.product(*guesses.values())]
-        if not unknown:
-            # Nothing is required, or *args.
-            ways = [(first, own) for first in ((n,), (lengths,), ()) for _, own in ways]
-        for k, (listed, own) in enumerate(ways):
-            if works and k != works[0]:
-                continue
+        }
+        # Nothing is required, or *args.
+        firsts = [()] if unknown else [(n,), (lengths,), ()]
+        for own, first in itertools.product(itertools.product(*guesses.values()), firsts):
             try:
-                instance = class_(*listed, **own)
+                instance = class_(*first, **dict(zip(guesses, own, strict=True)))
             except Exception as error:  # noqa: BLE001 - whatever a constructor raises
                 failures.append(str(FaultError.of(error)))
                 continue
             gammas = [a.size for path, a in arrays_in(instance) if role_of(path[-1]) == "gamma"]
             if not gammas or n in gammas:
-                works[:] = [k]
                 return instance
             failures.append(f"its gamma does not have {n} elements")
         msg = f"{class_.__name__} cannot be made from the length of a row: {failures[0]}; {cure}"
