@@ -56,11 +56,13 @@ from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_function
 from stablenorm.formats import parse
 from stablenorm.text import shape_text
 
-# Shapes of x that are tried, and the normalized axes. All lengths differ, so that code which mixes up axes fails.
+# Axes of x that are tried, and the normalized ones.
 _TRIED = (
-    ((2, 3, 8), (-1,)), ((6, 8), (-1,)), ((8, 6), (0,)), ((2, 8, 3, 4), (1,)),
-    ((3, 2, 4), (-2, -1)), ((2, 4), (-2, -1)), ((8,), (-1,)),
+    (3, (-1,)), (2, (-1,)), (2, (0,)), (4, (1,)), (3, (-2, -1)), (2, (-2, -1)), (1, (-1,))
 )  # fmt: skip
+# All lengths differ, so that code which mixes up axes fails: by the number of normalized axes, and of others.
+_LENGTHS = (), (8,), (2, 4), (2, 4, 5), (2, 4, 5, 7)
+_OTHERS = (), (6,), (2, 3), (2, 3, 5), (2, 3, 5, 6)
 # Attributes of torch tensors that arrays lack.
 _TORCH = r"torch|'dim'|unsqueeze|'keepdim'|'unbiased'"
 
@@ -186,37 +188,21 @@ def _adapt(file: UserFile, arguments: argparse.Namespace, shape: Any, axes: Any)
 
 def _problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the shapes of x that are tried, the normalized axes, and the shape of gamma."""
-    given, shape = arguments.axis, arguments.shape
-    if given and None in given:
-        given = range(len(shape or (0, 0)))
-    tried = _TRIED
+    given, shape, tried = arguments.axis, arguments.shape, _TRIED
     if shape:
-        every = range(-len(shape), 0)
-        tried = [(shape, axes) for axes in ((-1,), (0,), (1,), (-2, -1), every)]
-    for x_shape, axes in tried:
-        ndim = len(x_shape)
-        if given and not shape:
-            # The normalized axes get lengths of their own.
-            own = {axis % ndim for axis in given if -ndim <= axis < ndim}
-            lengths = (
-                iter((8,) if len(own) == 1 else (2, 4, 5, 7)),
-                iter((2, 3, 5, 6, 9)[-ndim if ndim < 3 else 0 :]),
-            )
-            x_shape = [next(lengths[axis not in own]) for axis in range(ndim)]
-        over = tuple(given or axes)
+        tried = [(len(shape), axes) for axes in ((-1,), (0,), (1,), (-2, -1), (None,))]
+    for ndim, axes in dict.fromkeys((ndim, tuple(given or axes)) for ndim, axes in tried):
+        over = tuple(range(-ndim, 0)) if None in axes else axes
         if not all(-ndim <= axis < ndim for axis in over):
             continue
         own = {axis % ndim for axis in over}
+        left = iter(_OTHERS[ndim - len(own)]), iter(_LENGTHS[len(own)])
+        x_shape = tuple(shape or (next(left[axis in own]) for axis in range(ndim)))
         whole = tuple(m if axis in own else 1 for axis, m in enumerate(x_shape))
         flat, short = (math.prod(whole),), whole[min(own) :]
-        forms = (
-            (flat,)
-            if over == (-1,)
-            else (short, whole, flat)
-            if ndim == 2
-            else (flat, short, whole)
-        )
-        yield from ((tuple(x_shape), over, form) for form in dict.fromkeys(forms))
+        # The usual form first: (n,), but (n, 1) for columns.
+        forms = (short, whole, flat) if ndim == 2 else (flat, short, whole)
+        yield from ((x_shape, over, f) for f in ([flat] if over == (-1,) else dict.fromkeys(forms)))
 
 
 def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, Any, list[str]]:

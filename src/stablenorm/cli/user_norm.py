@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,34 +165,29 @@ def _of_functions(forward: Any, backward: Any, name: str, shape: Any, axes: Any)
     unknown = {r: n for n, r in pair.of_forward.items() if r in PARAMETERS and not role_of(n)}
     held = {n: v for n, v in getattr(forward, "__globals__", {}).items() if _is_data(n, v)}
     subject = _Subject(lambda _: (forward, backward, [None, held]), pair, axes)
-    places, _ = ({}, []) if "gamma" in pair.takes else subject.find(shape)
-    if unknown:
+    places = {} if "gamma" in pair.takes else subject.find(shape)[0]
+    if unknown and axes == (-1,):
         _exchange(pair, unknown, subject.draw(shape))
 
     def signature() -> str:
         pulled = f", {roles.spelled(backward, pair.of_backward)}" * (backward is not _pullback)
-        told = [f"; {role} is {_spelled(path)}" for path, role in places.items()]
-        return roles.spelled(forward, unknown and pair.of_forward) + pulled + "".join(told)
+        return roles.spelled(forward, unknown and pair.of_forward) + pulled + _told(places)
 
     if places:
         return subject.norm(signature, name, cure)
-    why = (
-        "no gamma was found: --only x judges the gradient of x alone"
-        if held and "gamma" not in pair.takes
-        else ""
-    )
+    is_hidden = held and "gamma" not in pair.takes
+    why = "no gamma was found: --only x judges the gradient of x alone" * bool(is_hidden)
     return Norm(call, pull, pair.takes, signature, name, cure, why)
+
+
+def _told(places: dict[Path_, str]) -> str:
+    return "".join(f"; {role} is {_spelled(path)}" for path, role in places.items())
 
 
 def _is_data(name: str, value: Any) -> bool:
     """Tell whether a name of a module holds what may hold a parameter."""
-    no_data = ModuleType, FunctionType, type, str, int, float, np.number, tuple
-    return (
-        name[:2] != "__"
-        and not isinstance(value, no_data)
-        and not callable(value)
-        and value is not None
-    )
+    no_data = ModuleType, str, int, float, np.number, tuple, type(None)
+    return name[:2] != "__" and not callable(value) and not isinstance(value, no_data)
 
 
 def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
@@ -201,10 +196,15 @@ def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
     given = {"x": x, "eps": 1e-5, "gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
     acts = dict[str, str]()
     for role, name in unknown.items():
-        acts[role] = _act(
-            lambda x, by, role=role: pair.call(given | {"x": x, role: given[role] + by})[0], x
-        )
-        if not acts[role]:
+
+        def y_of(x: Array, by: float, role: str = role) -> Any:
+            return pair.call(given | {"x": x, role: given[role] + by})[0]
+
+        try:
+            acts[role] = _act(y_of, x)
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises
+            raise FaultError.of(error) from None
+        if acts[role] not in PARAMETERS:
             msg = f"the forward takes {name}, which neither scales nor shifts y: {roles.WRAP}"
             raise FaultError(msg)
     if acts == {"gamma": "beta", "beta": "gamma"}:
@@ -242,9 +242,8 @@ def adapt_class(file: UserFile, name: str, shape: Any, axes: Any, init: str | No
 
     subject = _Subject(made, None, axes)
     places, others = subject.find(shape)
-    told = "".join(f"; {role} is {_spelled(path)}" for path, role in places.items())
     form = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
-    signature = f"{form}.{methods[0]}(x), .{methods[1]}(dy)" + told
+    signature = f"{form}.{methods[0]}(x), .{methods[1]}(dy)" + _told(places)
     norm = subject.norm(lambda: signature, name, cure)
     why = f"y depends on {', '.join(others)} too, which is no gamma and no beta" * bool(others)
     if "gamma" not in norm.takes:
@@ -379,8 +378,8 @@ class _Subject:
             faster, faster_steps, _ = self._run(deepcopy(inputs), 2 * RATE)[1](dy.copy())
             _, twice, _ = self._run(deepcopy(inputs))[1](2 * dy)
             for role, step in steps.items():
-                both = (faster_steps.get(role, 0), twice.get(role, 0) / 2)
-                if not all(np.allclose(other, step, rtol=1e-4) for other in both):
+                apart = faster_steps.get(role, 0) - step, twice.get(role, 0) / 2 - step
+                if np.max(np.abs(apart)) > 1e-4 * np.max(np.abs(step)):
                     gradients[role] = _STEP
             if not np.array_equal(faster["x"], gradients["x"]):
                 gradients["x"] = _EARLY
