@@ -129,7 +129,8 @@ def _check(
         raise ValueError(msg)
     axes = normalize_axis_tuple(axis, x.ndim) if x.ndim else ()
     names = [str(a) for a in range(x.ndim) if a not in axes] + [" and ".join(map(str, axes))]
-    about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}, axis {names[-1]}"
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}"
+    about += f", axis {names[-1]}" * (axes != (x.ndim - 1,))
     about += f", seed {seed}" * isinstance(seed, int)
     moved = _Moved(x, gamma, beta, axes)
     operation = Operation(*moved.pair(forward, backward, check_eps(eps)))

@@ -12,8 +12,6 @@ TINIEST = 2.0**-1074
 _NO_ARGUMENT = "the argument is None"
 # Layers whose notes everybody reads; those of other layers are figures.
 _TOLD = "contract", "the forward", "smoothness"
-# Layers whose messages are sentences; others begin with the name of the problem.
-_SENTENCES = "contract", "parameters"
 _LAYERS = {
     "contract": "what every pair of functions must do",
     "closed form": "our own formulas, element by element",
@@ -148,6 +146,8 @@ class GradientReport:
         computes where it is wrong, read back from its results, and the right one.
     traceback : str
         The exception of the code, if it raised one, from its own lines on.
+    left : str
+        Why parameters of the code were not judged, if it has more than its arguments.
     """
 
     arguments: tuple[ArgumentResult, ...]
@@ -160,6 +160,7 @@ class GradientReport:
     formula: dict[str, str] = field(default_factory=dict)
     right: dict[str, str] = field(default_factory=dict)
     traceback: str = ""
+    left: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -202,11 +203,11 @@ class GradientReport:
         for r in self.arguments:
             if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT:
                 why.setdefault(r.message, []).append(f"d{r.name}")
-        said = (
+        said = [
             f"{' and '.join(n)} {'were' if n[1:] else 'was'} not judged: {w}"
             for w, n in why.items()
-        )
-        return "; ".join(said)
+        ]
+        return "; ".join([*said, *[self.left] * bool(self.left)])
 
     @property
     def headline(self) -> str:
@@ -230,7 +231,7 @@ class GradientReport:
 
         With `verbose`, all figures follow, each with a word of explanation.
         """
-        unjudged = self.unjudged * self.passed
+        unjudged = self.unjudged if self.passed else self.left
         lines = [unjudged] * bool(unjudged)
         lines += [f.message for f in self.findings if f.layer == "precision"]
         # Each formula with its own cause would repeat what is common: first formulas, then causes.
@@ -239,7 +240,7 @@ class GradientReport:
             lines.append(label + yours)
             lines += ["right".ljust(len(label)) + self.right[name]] * bool(self.right[name])
         failed = [
-            f.message if f.layer in _SENTENCES else f"{f.name}: {f.message}"
+            f.message if f.layer == "contract" else f"{f.name}: {f.message}"
             for f in self.findings
             if f.verdict in ("FAIL", "INCONCLUSIVE")
         ]

@@ -44,11 +44,10 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check import GradientReport, check_layer_norm, check_rms_norm
 from stablenorm.check.closed_form import example
 from stablenorm.check.norms import axes_of
 from stablenorm.check.operation import FaultError
-from stablenorm.check.results import Finding
 from stablenorm.check.roles import PARAMETERS, key_of
 from stablenorm.cli import parts
 from stablenorm.cli.child import run_apart, silence
@@ -137,18 +136,17 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         norm.forward, backward, *data, arguments.eps,
         gamma_offset=arguments.gamma_offset, rng=arguments.seed, axis=axes,
     )  # fmt: skip
-    why = norm.others if report.passed and not arguments.only else ""
+    why = "" if arguments.only else norm.others
     if not norm.takes and not arguments.axis and "y" in report.formula:
         over = axes_of(kind, norm.forward, norm.backward, data, arguments.eps)
         if over not in ((), (data[0].ndim - 1,)):
             listed = " ".join(map(str, over))
             why = f"y is normalized over axis {listed}; without gamma and beta nothing decides: say --axis {listed}, or -1"
-            report = replace(report, arguments=(), findings=(), diagnosis=(), formula={})
-    if why:
-        unseen = Finding("parameters", "", "INCONCLUSIVE", why)
-        report = replace(report, findings=(*report.findings, unseen))
-    is_partial = report.passed and report.unjudged and not arguments.only
+            report = GradientReport((), report.forward_calls)
+    report = replace(report, left=why)
     status = {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
+    if report.passed and report.unjudged and not arguments.only:
+        status = parts.EXIT_INCONCLUSIVE
     head = f"{norm.signature()}; x {shape_text(data[0].shape)} {data[0].dtype}"
     if axes != (-1,):
         head += f", axis {' '.join(map(str, axes))}"
@@ -158,7 +156,7 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     content |= {n: vars(arguments)[n] for n in ("eps", "seed")} | {"report": report.as_dict()}
     lines = report.text(verbose=arguments.verbose).splitlines()
     lines += [f"  note: {note}" for note in notes if arguments.verbose]
-    return parts.EXIT_INCONCLUSIVE if is_partial else status, content, head, lines
+    return status, content, head, lines
 
 
 def _kind(norm: Norm, arguments: argparse.Namespace) -> str:

@@ -116,7 +116,7 @@ def _usual(functions: list[str], way: str, kind: str | None) -> Iterator[str]:
         for form in (f"({norms})({ends})", f"({ends})({norms})"):
             yield from (name for name in functions if re.fullmatch(form, key_of(name)))
     # A plain `layer_norm` is a forward, mostly; a plain `rms` is seldom one.
-    plain = "|forward|fwd|layernorm|rmsnorm|ln" if way == "forward" else "|backward|bwd"
+    plain = "|forward|fwd|layernorm|rmsnorm" if way == "forward" else "|backward|bwd"
     yield from (n for word in plain.split("|")[1:] for n in functions if key_of(n) == word)
 
 
