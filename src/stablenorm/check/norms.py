@@ -132,9 +132,8 @@ def _check(
     about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}"
     about += f", axis {names[-1]}" * (axes != (x.ndim - 1,))
     about += f", seed {seed}" * isinstance(seed, int)
-    moved = _Moved(x, gamma, beta, axes)
-    operation = Operation(*moved.pair(forward, backward, check_eps(eps)))
-    case = Case(moved.x, *moved.parameters, eps, moved.x, kind, offset)
+    check_eps(eps)
+    operation, case, view = _seen(kind, forward, backward, (x, gamma, beta), eps, axes, offset)
     findings = list[Finding]()
     fits = x.size > 0 and all(a is None or a.shape == case.x.shape[-1:] for a in case[1:3])
     if fits and x.dtype == np.float64 and _is_narrow(operation, case, rng):
@@ -156,89 +155,86 @@ def _check(
                 findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
                 why = "the code does not run on other data"
     results = [
-        result or _decided(name, judged.get(f"d{name}", []), why, moved)
+        result or _decided(name, judged.get(f"d{name}", []), why, view)
         for name, result in refused.items()
     ]
     return make_report(operation, (results, findings), about, readings, causes)
 
 
-class _Moved:
-    """A norm over any axes of x seen as one over the last; `like` are the caller's arrays."""
+class _View:
+    """The arrays of a norm over any axes of x, seen as those of one over the last axis."""
 
     def __init__(self, x: Array, gamma: Any, beta: Any, axes: tuple[int, ...]):
-        self.axes, self.like = axes, (x, gamma, beta)
-        self.x, self.parameters = (
-            self.there(x),
-            [p if p is None else p.reshape(-1) for p in (gamma, beta)],
-        )
+        self._axes, self._given, self.shape = axes, {"x": x, "gamma": gamma, "beta": beta}, x.shape
+        # By the name of an array, the shape that the code takes and returns; of the latest call.
+        self._shapes: dict[str, Any] = {"y": x.shape}
+        self.x = self.there("y", x)
+        self.parameters = [None if p is None else p.reshape(-1) for p in (gamma, beta)]
         # The flat places in the caller's x.
-        self.places = self.there(np.arange(x.size).reshape(x.shape))
+        self.places = self.there("y", np.arange(x.size).reshape(x.shape))
 
-    def there(self, a: Array) -> Array:
-        """Move the normalized axes to the end, as one."""
-        moved = np.moveaxis(a, self.axes, range(-len(self.axes), 0))
-        return np.ascontiguousarray(moved.reshape(*moved.shape[: a.ndim - len(self.axes)], -1))
+    def there(self, name: str, a: Array) -> Array:
+        """See an array of the code as rows; one of a wrong shape stays, and is refused."""
+        if a.shape != self._shapes[name] or name not in ("y", "dx"):
+            return a.reshape(-1) if a.shape == self._shapes[name] else a
+        moved = np.moveaxis(a, self._axes, range(-len(self._axes), 0))
+        return np.ascontiguousarray(moved.reshape(*moved.shape[: a.ndim - len(self._axes)], -1))
 
-    def back(self, a: Array) -> Array:
-        """Undo `there`; rows of another length vary along the last of the axes."""
-        x, k = self.like[0], len(self.axes)
-        if a.ndim + k != x.ndim + 1:
-            msg = f"x must have {x.ndim} axes for axis {self.axes}"
+    def back(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return arrays as the code takes them; rows of another length vary along the last of the axes."""
+        (a, *parameters), given, axes = arrays.values(), self._given["x"], self._axes
+        if a.ndim + len(axes) != given.ndim + 1:
+            msg = f"x must have {given.ndim} axes for axis {axes}"
             raise FaultError(msg)
-        lengths = [x.shape[axis] for axis in self.axes]
+        lengths = [given.shape[axis] for axis in axes]
         if a.shape[-1] != math.prod(lengths):
-            lengths = [1] * (k - 1) + [a.shape[-1]]
-        return np.moveaxis(a.reshape(*a.shape[:-1], *lengths), range(-k, 0), self.axes)
+            lengths = [1] * (len(axes) - 1) + [a.shape[-1]]
+        x = np.moveaxis(a.reshape(*a.shape[:-1], *lengths), range(-len(axes), 0), axes)
+        own = [
+            x,
+            *(
+                p if p is None else p.reshape(self._form(n, x.shape))
+                for n, p in zip(PARAMETERS, parameters, strict=False)
+            ),
+        ]
+        named = dict(zip(arrays, own, strict=True))
+        self._shapes |= {f"d{name}": np.shape(part) for name, part in named.items()} | {
+            "y": x.shape
+        }
+        return named
 
-    def form(self, parameter: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _form(self, name: str, shape: tuple[int, ...]) -> Any:
         """Return the shape of gamma or beta for an x of this shape: flat, the axes', or to be broadcast."""
-        if parameter.ndim == 1:
-            return (-1,)
-        if parameter.ndim == len(self.axes):
-            return tuple(shape[axis] for axis in self.axes)
-        return tuple(m if k in self.axes else 1 for k, m in enumerate(shape))[-parameter.ndim :]
+        ndim = self._given[name].ndim
+        if ndim in (1, len(self._axes)):
+            return -1 if ndim == 1 else [shape[axis] for axis in self._axes]
+        return [m if k in self._axes else 1 for k, m in enumerate(shape)][-ndim:]
 
-    def pair(self, forward: Any, backward: Any, eps: float) -> tuple[Any, Any]:
-        """Return both functions for rows along the last axis; eps may be another."""
-        if self.axes == (self.x.ndim - 1,) and all(p is None or p.ndim == 1 for p in self.like[1:]):
-            return lambda *given: forward(*given, *[eps][len(given) - 3 :]), backward
 
-        def call(a: Array, gamma: Any, beta: Any, eps: float = eps) -> Any:
-            x = self.back(a)
-            both = [
-                p if p is None else p.reshape(self.form(like, x.shape))
-                for p, like in zip((gamma, beta), self.like[1:], strict=True)
-            ]
-            result = forward(x, *both, eps)
-            if not isinstance(result, (tuple, list)) or len(result) != 2:
-                return result
-            y, cache = result
-            y = self.there(y) if np.shape(y) == x.shape else y
-            return y, (cache, [x.shape, *map(np.shape, both)])
-
-        def pull(dy: Array, cache: Any) -> Any:
-            returned = backward(self.back(dy), cache[0])
-            if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-                return returned
-            # Gradients of another shape stay, and are refused.
-            fits = [np.shape(a) == shape for a, shape in zip(returned, cache[1], strict=True)]
-            moves = self.there, np.ravel, np.ravel
-            return [
-                f(a) if fit and a is not None else a
-                for f, a, fit in zip(moves, returned, fits, strict=True)
-            ]
-
-        return call, pull
+def _seen(
+    kind: str,
+    forward: Any,
+    backward: Any,
+    arrays: Sequence[Any],
+    eps: float,
+    axes: Any,
+    offset: float = 0,
+) -> tuple[Operation, Case, _View]:
+    """Return the operation on rows, its case, and how the caller's arrays are seen."""
+    view = _View(*arrays, axes)
+    # The cases of the closed form have other eps.
+    call = lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps)
+    case = Case(view.x, *view.parameters, eps, view.x, kind, offset)
+    return Operation(call, backward, view), case, view
 
 
 def axes_of(
     kind: str, forward: Any, backward: Any, data: Sequence[Any], eps: float, axis: Any = -1
 ) -> tuple[int, ...]:
     """Return the axes over which y of x, gamma and beta is normalized, `axis` moved last; empty if y shows none."""
-    moved, rng = _Moved(*data, normalize_axis_tuple(axis, data[0].ndim)), np.random.default_rng(0)
+    axes, rng = normalize_axis_tuple(axis, data[0].ndim), np.random.default_rng(0)
     with contextlib.suppress(FaultError), np.errstate(all="ignore"):
-        operation = Operation(*moved.pair(forward, backward, eps))
-        case = Case(moved.x, *moved.parameters, eps, moved.x, kind)
+        operation, case, _ = _seen(kind, forward, backward, data, eps, axes)
         case = case._replace(eps=closed_form.read_eps(operation, case)[0])
         last = case.x.ndim - 1
         if not closed_form.judge(operation, closed_form.ordinary(case, rng))["y"].wrong:
@@ -371,7 +367,7 @@ def _known(operation: Operation, case: Case, one: Judged, noise: float) -> str:
     return f": {formula.describe(one.actual, one.expected, moved, noise)}"
 
 
-def _decided(name: str, judged: list[Judged], why: str, moved: _Moved) -> ArgumentResult:
+def _decided(name: str, judged: list[Judged], why: str, view: _View) -> ArgumentResult:
     """Return the verdict of the closed form on one gradient; `why` if there is none."""
     if not judged:
         return ArgumentResult(name, "NOT CHECKED", message=why)
@@ -386,7 +382,7 @@ def _decided(name: str, judged: list[Judged], why: str, moved: _Moved) -> Argume
     wrong, places = np.reshape(z > 1, -1), np.arange(z.size)
     shape: tuple[int, ...] = one.shape
     if name == "x":
-        places, shape = moved.places.reshape(-1), moved.like[0].shape
+        places, shape = view.places.reshape(-1), view.shape
     seen = np.zeros(z.size, bool)
     seen[places] = wrong
     numbers = (float(a.flat[worst]) for a in (one.actual, one.value, one.bound))
