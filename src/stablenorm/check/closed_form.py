@@ -136,12 +136,8 @@ class Judged:
     """One output beside its closed form, as (rows, n) or (n,); `shape` is its own shape."""
 
     def __init__(self, name: str, output: Array, expected: Expected):
-        self.name, self.expected, self.shape, self.dtype = (
-            name,
-            expected,
-            output.shape,
-            output.dtype,
-        )
+        self.name, self.expected = name, expected
+        self.shape, self.dtype = output.shape, output.dtype
         self.value, bounds, magnitude = expected.bounds_of(name, output.dtype)
         self.actual = output.astype(np.float64).reshape(self.value.shape)
         # The error in units of both bounds; the first is taken where it holds everywhere.
@@ -162,10 +158,10 @@ class Judged:
         bad = ~np.isfinite(self.actual) & np.isfinite(self.bound)
         if not bad.any():
             return ""
-        text = f"{self.name} is {'NaN' if np.isnan(self.actual[bad]).any() else 'infinite'}"
+        text: str = f"{self.name} is {'NaN' if np.isnan(self.actual[bad]).any() else 'infinite'}"
         # dgamma and dbeta are one row.
         if bad.ndim < 2 or bad.any(axis=-1).all():
-            return text + " on all rows" * (bad.ndim > 1)
+            return f"{text} on all rows" if bad.ndim > 1 else text
         rows = np.flatnonzero(bad.any(axis=-1))
         listed = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5)
         return f"{text} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"

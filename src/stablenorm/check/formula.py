@@ -103,7 +103,10 @@ _NORMS = {
     ),
 }
 # Names of factors: of n, the number of rows and the length of the first axis.
-_FACTORS = "1 2 1/2 n 1/n n/(n-1) (n-1)/n n/rows rows 1/rows rows/n n/first first/n 1/first 1/n/rows".split()  # fmt: skip
+_FACTORS = (
+    "1", "2", "1/2", "n", "1/n", "n/(n-1)", "(n-1)/n", "n/rows", "rows", "1/rows", "rows/n",
+    "n/first", "first/n", "1/first", "1/n/rows",
+)  # fmt: skip
 
 
 def _right(name: str, case: Case) -> dict[Term, float]:
@@ -158,7 +161,7 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
 def _changes(name: str, of: Expected) -> Iterator[Change]:
     """Yield what may replace the statistics of the forward; for gradients, the first is no change."""
     ndim, norms, roots = of.case.x.ndim, _NORMS[of.case.kind], [*_ROOTS]
-    last = (ndim - 1,)
+    last: tuple[int, ...] = (ndim - 1,)
     others = [(eps, last) for eps in _EPS if eps != of.case.eps]
     if name == "y":
         every = (axes for k in range(ndim) for axes in itertools.combinations(range(ndim), k + 1))
@@ -243,7 +246,7 @@ class _Draw:
         made, ndim = [], len(self.shape)
         axes = dict(zip(_MEANS, ((-1,), range(ndim - 1), (0,), range(ndim)), strict=True))
         for term in terms:
-            own = self.values | (change.values if term.changed == 2 else {})
+            own = self.values | dict(change.values if term.changed == 2 else {})
             outer, inner = (
                 math.prod((own[word] for word in words.split()), start=self.ones)
                 for words in term[:2]
@@ -264,14 +267,15 @@ def _sparse(matrix: Array, target: Array, tolerance: float, most: int) -> list[i
     """Return the fewest columns that give `target` but for `tolerance`; empty if it takes too many."""
     sizes = np.sqrt(np.sum(matrix**2, axis=0))
     keep = np.flatnonzero(np.isfinite(sizes) & (sizes > 0))
-    units, states = matrix[:, keep] / sizes[keep], [()]
+    units = matrix[:, keep] / sizes[keep]
+    states: list[tuple[int, ...]] = [()]
     for _ in range(min(most, len(target) // 2) + 1):
         grown = dict[tuple[int, ...], float]()
         for chosen in states:
             basis = np.linalg.qr(units[:, chosen])[0]
             rest = target - basis @ (basis.T @ target)
             if rest @ rest <= tolerance**2 * (target @ target):
-                return keep[[*chosen]].tolist()
+                return [int(keep[column]) for column in chosen]
             # A column that is nearly made of those chosen adds nothing.
             left = 1 - np.sum((basis.T @ units) ** 2, axis=0)
             gains = np.where(left > 1e-9, (rest @ units) ** 2 / np.maximum(left, 1e-9), 0)
@@ -535,10 +539,10 @@ def _cause(
         if {*places} >= able and not template.endswith(" dx"):
             sentences.append(template)
             continue
-        subjects = [_SLOTS[place] for place in sorted(places)]
-        if sorted(places) == [1, 2] and template.startswith("{}") and "missing" not in template:
-            template, subjects = re.sub(r"(\w+)\|(\w+)", r"\2", template), ["the two means"]
-        sentences.append(agree(template, subjects) + " in dx" * (not template.endswith(" dx")))
+        sentence = agree(template, [_SLOTS[place] for place in sorted(places)])
+        if template.startswith("{}") and "missing" not in template:
+            sentence = sentence.replace("the mean of g and the xhat term", "the two means")
+        sentences.append(sentence + " in dx" * (not sentence.endswith(" dx")))
     return "; ".join(sentences)
 
 

@@ -123,7 +123,8 @@ def _check(
             own if a is None and role in takes else a
             for a, own, role in zip((gamma, beta), ours, PARAMETERS, strict=True)
         )
-    x, gamma, beta = check_args([x, gamma, beta], ARGUMENTS[:3], None)[0].values()
+    arrays: Any = check_args([x, gamma, beta], ARGUMENTS[:3], None)[0].values()
+    x, gamma, beta = arrays
     if not np.isfinite(offset) or (offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {offset}"
         raise ValueError(msg)
@@ -139,9 +140,10 @@ def _check(
     if fits and x.dtype == np.float64 and _is_narrow(operation, case, rng):
         message = "the code computes in float32 inside: it is judged by the rounding of float32"
         findings.append(Finding("precision", "float64 is kept", "NOTE", message))
-        case = Case(*(None if a is None else a.astype(np.float32) for a in case[:3]), *case[3:])
-    arrays, spans = check_args(case[:3], ARGUMENTS[:3], None)
-    sound, refused, contract = begin(operation, arrays, spans, rng)
+        narrow: Any = (None if a is None else a.astype(np.float32) for a in case[:3])
+        case = case._replace(**dict[str, Any](zip(ARGUMENTS, narrow, strict=False)))
+    own, spans = check_args(case[:3], ARGUMENTS[:3], None)
+    sound, refused, contract = begin(operation, own, spans, rng)
     findings += contract
     judged, readings, causes = _NOTHING
     why = "gamma and beta must have the length of a row"
@@ -169,7 +171,7 @@ class _View:
         # By the name of an array, the shape that the code takes and returns; of the latest call.
         self._shapes: dict[str, Any] = {"y": x.shape}
         self.x = self.there("y", x)
-        self.parameters = [None if p is None else p.reshape(-1) for p in (gamma, beta)]
+        self.gamma, self.beta = (None if p is None else p.reshape(-1) for p in (gamma, beta))
         # The flat places in the caller's x.
         self.places = self.there("y", np.arange(x.size).reshape(x.shape))
 
@@ -221,10 +223,11 @@ def _seen(
     offset: float = 0,
 ) -> tuple[Operation, Case, _View]:
     """Return the operation on rows, its case, and how the caller's arrays are seen."""
-    view = _View(*arrays, axes)
+    x, gamma, beta = arrays
+    view = _View(x, gamma, beta, axes)
     # The cases of the closed form have other eps.
     call = lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps)
-    case = Case(view.x, *view.parameters, eps, view.x, kind, offset)
+    case = Case(view.x, view.gamma, view.beta, eps, view.x, kind, offset)
     return Operation(call, backward, view), case, view
 
 
@@ -352,7 +355,7 @@ def _read(
 def _known(operation: Operation, case: Case, one: Judged, noise: float) -> str:
     """Say what is known of a dx that was not read back, by changing one thing at a time."""
     if one.name != "dx":
-        return ""
+        return f": it is of {one.dtype}, x of {case.x.dtype}" * (one.dtype != case.x.dtype)
     x = case.x.copy()
     x.reshape(-1, case.n)[:-1] *= 1.5
     changes: dict[str, dict[str, Any]] = {
@@ -385,9 +388,10 @@ def _decided(name: str, judged: list[Judged], why: str, view: _View) -> Argument
         places, shape = view.places.reshape(-1), view.shape
     seen = np.zeros(z.size, bool)
     seen[places] = wrong
-    numbers = (float(a.flat[worst]) for a in (one.actual, one.value, one.bound))
+    actual, value, bound = (float(a.flat[worst]) for a in (one.actual, one.value, one.bound))
+    index, pattern = place_of(int(places[worst]), shape), name_pattern(seen.reshape(shape))
+    counts = z.size, z.size, 0, int(wrong.sum())
     return ArgumentResult(
-        name, verdict, z.size, z.size, 0, int(wrong.sum()), place_of(int(places[worst]), shape),
-        *numbers, 0.0, one.resolution, message, "closed form",
-        name_pattern(seen.reshape(shape)) if one.wrong else "",
+        name, verdict, *counts, index, actual, value, bound, 0.0, one.resolution, message,
+        "closed form", pattern * one.wrong,
     )  # fmt: skip

@@ -173,7 +173,7 @@ def arrays_in(
     if isinstance(owner, np.ndarray):
         yield path, owner
     elif depth and not isinstance(owner, (type, ModuleType)):
-        parts = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
+        parts: dict[Any, Any] = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
         parts |= owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if cells := getattr(owner, "__closure__", None):
             parts |= zip(owner.__code__.co_freevars, (c.cell_contents for c in cells), strict=True)

@@ -37,7 +37,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -132,8 +132,9 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     if arguments.only:
         backward = lambda dy, cache: [norm.backward(dy, cache)[0], None, None]
     check = {"layer": check_layer_norm, "rms": check_rms_norm}[kind]
+    x, gamma, beta = data
     report = check(
-        norm.forward, backward, *data, arguments.eps,
+        norm.forward, backward, x, gamma, beta, arguments.eps,
         gamma_offset=arguments.gamma_offset, rng=arguments.seed, axis=axes,
     )  # fmt: skip
     why = "" if arguments.only else norm.others
@@ -186,7 +187,8 @@ def _adapt(file: UserFile, arguments: argparse.Namespace, shape: Any, axes: Any)
 
 def _problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the shapes of x that are tried, the normalized axes, and the shape of gamma."""
-    given, shape, tried = arguments.axis, arguments.shape, _TRIED
+    given, shape = arguments.axis, arguments.shape
+    tried: Iterable[Any] = _TRIED
     if shape:
         tried = [(len(shape), axes) for axes in ((-1,), (0,), (1,), (-2, -1), (None,))]
     for ndim, axes in dict.fromkeys((ndim, tuple(given or axes)) for ndim, axes in tried):
@@ -243,7 +245,7 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, A
                 if not wrong:
                     return norm, data, axes, notes
                 if is_sure:
-                    accepted.append((norm, data, axes, []))
+                    accepted.append((" raised " in wrong, norm, data, axes))
                 if norm.cure and " raised " in wrong:
                     raise parts.InputError(norm.cure)
             except FaultError as fault:
@@ -251,10 +253,8 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, A
             notes.append(f"not for x of shape {shape_text(shape)} {dtype}: {wrong}")
         # The check judges wrong shapes, or a backward that raises.
         if accepted:
-            return min(
-                accepted,
-                key=lambda found: " raised " in _objection(found[0], found[1], arguments.eps),
-            )
+            _, norm, data, axes = min(accepted, key=lambda found: found[0])
+            return norm, data, axes, []
     raise last or AssertionError
 
 

@@ -193,12 +193,12 @@ def _is_data(name: str, value: Any) -> bool:
 def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
     """Exchange the roles of arguments of unknown names if gamma shifts y; FaultError if one does neither."""
     n = x.shape[-1]
-    given = {"x": x, "eps": 1e-5, "gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
+    given: dict[str, Any] = {"gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
     acts = dict[str, str]()
     for role, name in unknown.items():
 
         def y_of(x: Array, by: float, role: str = role) -> Any:
-            return pair.call(given | {"x": x, role: given[role] + by})[0]
+            return pair.call(given | {"x": x, "eps": 1e-5, role: given[role] + by})[0]
 
         try:
             acts[role] = _act(y_of, x)
@@ -232,7 +232,8 @@ def adapt_class(file: UserFile, name: str, shape: Any, axes: Any, init: str | No
     class_ = file.layers[name]
     methods = [next(m for m in names if m in dir(class_)) for names in _METHODS]
     if isinstance(inspect.getattr_static(class_, methods[0]), (staticmethod, classmethod)):
-        return _of_functions(*(getattr(class_, method) for method in methods), name, shape, axes)
+        forward, backward = (getattr(class_, method) for method in methods)
+        return _of_functions(forward, backward, name, shape, axes)
     make, cure = _maker(file, class_, init)
     held = {n: v for n, v in file.names.items() if _is_data(n, v)}
 
@@ -356,7 +357,9 @@ class _Subject:
             # The first backward shows where they are: later ones may be 0, as if not stored.
             if self._stored is None:
                 self._stored = _stored_gradients(there, before, self.places, dy, self._axes)
-            gradients = {role: there[path] for role, path in self._stored.items() if path in there}
+            gradients: dict[str, Any] = {
+                role: there[path] for role, path in self._stored.items() if path in there
+            }
             by_role = roles.gradients_by_role(returned, self.takes)
             gradients |= {role: g for role, g in by_role.items() if g is not None}
             steps = dict[str, Any]()
