@@ -21,7 +21,7 @@ from stablenorm.check.operation import FaultError, Operation, as_array, rms, tin
 from stablenorm.check.results import Verdict
 from stablenorm.formats import format_of
 from stablenorm.text import shape_text
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 # The spread of the rows that reveal eps: its square, 1e-12, is at most any usual eps.
 _SPREAD = 2.0**-20
@@ -208,14 +208,14 @@ def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
     return case.eps, True
 
 
-def example(shape: tuple[int, ...], rng: Generator) -> tuple[Array, Array, Array]:
+def example(shape: Shape, rng: Generator) -> tuple[Array, Array, Array]:
     """Return x, gamma of both signs and nothing special, and beta, in float64."""
     n = shape[-1]
     x, signs = rng.standard_normal(shape), rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
     return x, signs * (1 + 0.5 * rng.random(n)), 0.5 + rng.random(n)
 
 
-def ordinary(like: Case, rng: Generator, shape: tuple[int, ...] = ()) -> Case:
+def ordinary(like: Case, rng: Generator, shape: Shape = ()) -> Case:
     """Return a case like `like`, of its shape or another, in which every mistake would show."""
     # Some rows are so narrow that eps counts; no narrow type holds their means.
     shape = shape or like.x.shape
@@ -239,12 +239,12 @@ def _parameter(like: Array | None, n: int, rng: Generator) -> Array | None:
     return (signs * rng.uniform(0.5, 1.5, n)).astype(np.float32).astype(like.dtype)
 
 
-def _shape_of(like: Case, rows: int, n: int) -> tuple[int, ...]:
+def _shape_of(like: Case, rows: int, n: int) -> Shape:
     """Return the shape of `rows` rows, with as many axes as the data have: code may require them."""
     return (*(1,) * (like.x.ndim - 2), rows, n) if like.x.ndim > 1 else (n,)
 
 
-def few(like: Case, most: int = 8) -> tuple[int, ...]:
+def few(like: Case, most: int = 8) -> Shape:
     """Return the shape of at most `most` rows of the data, without an axis of rows if they have none."""
     return _shape_of(like, max(1, min(like.x.size // like.n, most, _ELEMENTS // like.n)), like.n)
 

@@ -19,7 +19,7 @@ import numpy as np
 from stablenorm.check.closed_form import Case, Expected, excess
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 
 class Reading(NamedTuple):
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     formula: str
     right: str
     cause: str = ""
-    axes: tuple[int, ...] = ()
+    axes: Shape = ()
 
 
 class Term(NamedTuple):
@@ -56,7 +56,7 @@ class Change(NamedTuple):
     rstd: Any = 1.0
     # xhat, gamma or g.
     values: Mapping[str, Any] = MappingProxyType({})
-    axes: tuple[int, ...] = ()
+    axes: Shape = ()
 
 
 _NONE = Change()
@@ -161,7 +161,7 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
 def _changes(name: str, of: Expected) -> Iterator[Change]:
     """Yield what may replace the statistics of the forward; for gradients, the first is no change."""
     ndim, norms, roots = of.case.x.ndim, _NORMS[of.case.kind], [*_ROOTS]
-    last: tuple[int, ...] = (ndim - 1,)
+    last: Shape = (ndim - 1,)
     others = [(eps, last) for eps in _EPS if eps != of.case.eps]
     if name == "y":
         every = (axes for k in range(ndim) for axes in itertools.combinations(range(ndim), k + 1))
@@ -205,7 +205,7 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
 
 
 def _changed(
-    of: Expected, problem: tuple[float, tuple[int, ...]], norm: Any, less: int, root: str
+    of: Expected, problem: tuple[float, Shape], norm: Any, less: int, root: str
 ) -> Change:
     """Return the rstd and xhat of one way to write a forward; the text is the formula of rstd."""
     (eps, axes), (is_var, is_centered, words) = problem, norm
@@ -268,9 +268,9 @@ def _sparse(matrix: Array, target: Array, tolerance: float, most: int) -> list[i
     sizes = np.sqrt(np.sum(matrix**2, axis=0))
     keep = np.flatnonzero(np.isfinite(sizes) & (sizes > 0))
     units = matrix[:, keep] / sizes[keep]
-    states: list[tuple[int, ...]] = [()]
+    states: list[Shape] = [()]
     for _ in range(min(most, len(target) // 2) + 1):
-        grown = dict[tuple[int, ...], float]()
+        grown = dict[Shape, float]()
         for chosen in states:
             basis = np.linalg.qr(units[:, chosen])[0]
             rest = target - basis @ (basis.T @ target)
@@ -576,7 +576,7 @@ def _cause_of_y(
 # ---- where no formula is found ----
 
 
-def locate(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) -> str:
+def locate(actual: Array, value: Array, bound: Array, shape: Shape) -> str:
     """Say which single element, row or column is wrong, and by which factor; empty if more is wrong."""
     wrong = excess(actual, value, 2 * bound) > 1
     place = name_pattern(wrong.reshape(shape if actual.ndim > 1 else actual.shape))

@@ -19,7 +19,7 @@ from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.text import shape_text
-from stablenorm.types import Array, check_eps
+from stablenorm.types import Array, Shape, check_eps
 
 
 def check_layer_norm(
@@ -166,7 +166,7 @@ def _check(
 class _View:
     """The arrays of a norm over any axes of x, seen as those of one over the last axis."""
 
-    def __init__(self, x: Array, gamma: Any, beta: Any, axes: tuple[int, ...]):
+    def __init__(self, x: Array, gamma: Any, beta: Any, axes: Shape):
         self._axes, self._given, self.shape = axes, {"x": x, "gamma": gamma, "beta": beta}, x.shape
         # By the name of an array, the shape that the code takes and returns; of the latest call.
         self._shapes: dict[str, Any] = {"y": x.shape}
@@ -205,7 +205,7 @@ class _View:
         }
         return named
 
-    def _form(self, name: str, shape: tuple[int, ...]) -> Any:
+    def _form(self, name: str, shape: Shape) -> Any:
         """Return the shape of gamma or beta for an x of this shape: flat, the axes', or to be broadcast."""
         ndim = self._given[name].ndim
         if ndim in (1, len(self._axes)):
@@ -233,7 +233,7 @@ def _seen(
 
 def axes_of(
     kind: str, forward: Any, backward: Any, data: Sequence[Any], eps: float, axis: Any = -1
-) -> tuple[int, ...]:
+) -> Shape:
     """Return the axes over which y of x, gamma and beta is normalized, `axis` moved last; empty if y shows none."""
     axes, rng = normalize_axis_tuple(axis, data[0].ndim), np.random.default_rng(0)
     with contextlib.suppress(FaultError), np.errstate(all="ignore"):
@@ -383,7 +383,7 @@ def _decided(name: str, judged: list[Judged], why: str, view: _View) -> Argument
         verdict, message = "INCONCLUSIVE", "the offset of x leaves too few digits"
     z, worst = one.z, int(np.argmax(one.z))
     wrong, places = np.reshape(z > 1, -1), np.arange(z.size)
-    shape: tuple[int, ...] = one.shape
+    shape: Shape = one.shape
     if name == "x":
         places, shape = view.places.reshape(-1), view.shape
     seen = np.zeros(z.size, bool)

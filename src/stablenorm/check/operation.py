@@ -13,7 +13,7 @@ from numpy.random import Generator
 
 from stablenorm.formats import check_dtype, format_of
 from stablenorm.text import described, shape_text
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 # Frames of ours, which no traceback of a user's code shows.
 _OURS = str(Path(__file__).parents[1])
@@ -145,7 +145,7 @@ class Operation:
         return self._latest[name][1]
 
 
-def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array:
+def as_array(name: str, value: Any, shape: Shape | None = None) -> Array:
     """Return a result as an array of this shape and one of the four dtypes, or raise FaultError."""
     try:
         array = np.asarray(value)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from stablenorm.text import plain, to_json, wrapped
+from stablenorm.types import Shape
 
 # Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074
@@ -71,7 +72,7 @@ class ArgumentResult:
     total: int = 0
     probes: int = 0
     failing: int = 0
-    index: tuple[int, ...] | None = None
+    index: Shape | None = None
     actual: float = math.nan
     numeric: float = math.nan
     bound_numeric: float = math.nan

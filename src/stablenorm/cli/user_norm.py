@@ -20,7 +20,7 @@ from stablenorm.check import roles
 from stablenorm.check.operation import FaultError, Missing, Unknown, arrays_in
 from stablenorm.check.roles import PARAMETERS, RATE, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 # A class is a layer if it has a method of both lines.
 _METHODS = (
@@ -237,7 +237,7 @@ def adapt_class(file: UserFile, name: str, shape: Any, axes: Any, init: str | No
     make, cure = _maker(file, class_, init)
     held = {n: v for n, v in file.names.items() if _is_data(n, v)}
 
-    def made(lengths: tuple[int, ...]) -> Any:
+    def made(lengths: Shape) -> Any:
         instance = make(lengths)
         return *(getattr(instance, method) for method in methods), [instance, held]
 
@@ -265,13 +265,13 @@ class _Subject:
     `make` returns the forward, the backward and the holder for these lengths of the normalized axes.
     """
 
-    def __init__(self, make: Callable[[tuple[int, ...]], Any], pair: Pair | None, axes: Any):
+    def __init__(self, make: Callable[[Shape], Any], pair: Pair | None, axes: Any):
         self._make, self._pair, self._axes = make, pair, axes
         # Paths to the parameters, their roles, and paths to their gradients by role.
         self.places: dict[Path_, str] = {}
         self._stored: dict[str, Path_] | None = None
 
-    def draw(self, shape: tuple[int, ...]) -> Array:
+    def draw(self, shape: Shape) -> Array:
         """Draw an x like this with more rows than one, of another number than columns, which tell gamma from beta."""
         own = {axis % len(shape) for axis in self._axes}
         n = math.prod(shape[axis] for axis in own)
@@ -304,7 +304,7 @@ class _Subject:
             np.copyto(place, value.reshape(place.shape), casting="unsafe")
         return pair, held
 
-    def find(self, shape: tuple[int, ...]) -> tuple[dict[Path_, str], list[str]]:
+    def find(self, shape: Shape) -> tuple[dict[Path_, str], list[str]]:
         """Find the arrays that scale y, gamma, or shift it, beta; return them, and what else changes y."""
         x = self.draw(shape)
         n = math.prod(shape[axis] for axis in self._axes)
@@ -455,7 +455,7 @@ def _stored_gradients(
 
 def _maker(
     file: UserFile, class_: Any, init: str | None
-) -> tuple[Callable[[tuple[int, ...]], Any], str]:
+) -> tuple[Callable[[Shape], Any], str]:
     """Return the function that makes an instance for these lengths, and words if it had to guess."""
     if init:
         names = file.names | {"np": np}
@@ -469,7 +469,7 @@ def _maker(
     if others := ", ".join(unknown[1:]):
         cure = f"{class_.__name__} also requires {others}; {cure}"
 
-    def make(lengths: tuple[int, ...]) -> Any:
+    def make(lengths: Shape) -> Any:
         n, failures, generator = math.prod(lengths), list[str](), np.random.default_rng(0)
         # A required bias may be a switch.
         values: dict[str, list[Any]] = {
