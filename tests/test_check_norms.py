@@ -209,29 +209,6 @@ def dx(make):
     return spoil
 
 
-def with_cache(change):
-    """Return a function that gives a pair the cache ``change(cache)``, and the y of that cache."""
-
-    def spoil(forward, backward):
-        def call(x, gamma, beta, eps):
-            cache = change(forward(x, gamma, beta, eps)[1])
-            return gamma * cache.xhat + beta, cache
-
-        return call, backward
-
-    return spoil
-
-
-def by_matrix(cache):
-    """Subtract the mean by a product with I - 1/n, whose rows sum to 0 except for rounding."""
-    n = cache.x.shape[-1]
-    if not cache.mean.any():
-        return cache
-    centered = cache.x @ (np.eye(n) - np.full((n, n), 1 / n)).astype(cache.x.dtype)
-    rstd = 1 / np.sqrt((centered * centered).mean(-1, keepdims=True) + cache.eps)
-    return cache._replace(xhat=centered * rstd, rstd=rstd)
-
-
 def spoiled_tail(dx, *_):
     """Spoil a gradient by 1 in 1000, from the ninth row on."""
     dx = dx.copy()
@@ -267,7 +244,6 @@ FORMS = {
     "a buffer for each result": (lambda f, b: both(Buffers(f, b)), "PASS", OVERWRITTEN, BOTH),
     "a cache that cannot be copied": (
         lambda f, b: both(Buffers(f, b, locked=True)), "PASS", OVERWRITTEN, WIDE),
-    "centered by a matrix": (with_cache(by_matrix), "PASS", "", BOTH),
     # Code that is right on ordinary data only: eps changes above 1.1e-5; rows see one another unless they are 4; rows
     # with a mean above 3 are wrong.
     "4 x and 16 eps": (
