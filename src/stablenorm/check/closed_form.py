@@ -258,9 +258,10 @@ def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> It
     # A dy of another size, for code that clips it.
     name = "19 rows of 33" if like.x.ndim > 1 else "a row of 33"
     yield tails._replace(name=name, dy=64 * tails.dy)
-    if like.x.ndim > 1 and like.n <= 33:
-        # Code that transposes.
-        yield ordinary(like, rng, _shape_of(like, like.n, like.n))._replace(name="n rows of n")
+    # Axes that are taken for one another.
+    square = (like.n,) * like.x.ndim
+    if like.x.ndim > 1 and math.prod(square) <= _ELEMENTS:
+        yield ordinary(like, rng, square)._replace(name="all axes of one length")
     # Few enough bits to be shifted and scaled exactly in all four dtypes.
     drawn = np.round(np.clip(rng.standard_normal(base.x.shape), -3, 3) * 8) / 8
     x, eps = drawn.astype(base.x.dtype), base.eps
