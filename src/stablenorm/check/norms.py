@@ -65,9 +65,10 @@ def check_layer_norm(
 
     Notes
     -----
-    Code that is right but less accurate than two passes in the given dtypes gets a NOTE: a variance
-    from E[x^2] - E[x]^2 under an offset, for example. float64 results with the accuracy of
-    float32 FAIL. If an offset leaves x too few digits for three digits of a gradient, it is INCONCLUSIVE.
+    Code that is right but less accurate than two passes, as a variance from E[x^2] - E[x]^2 under an
+    offset, does not fail. float64 gradients with the accuracy of float32 FAIL beside a y of float64; if y
+    has it too, the code is judged by the rounding of float32, and the report says so first. If an offset
+    leaves x too few digits for three digits of a gradient, it is INCONCLUSIVE.
 
     Examples
     --------
