@@ -16,7 +16,7 @@ _TOLD = "contract", "the forward", "smoothness"
 _LAYERS = {
     "contract": "what every pair of functions must do",
     "closed form": "our own formulas, element by element",
-    "hard inputs": "data on which digits are lost",
+    "hard inputs": "data on which formulas differ",
     "smoothness": "where there is a derivative",
 }
 # NOTE is for findings alone, NOT CHECKED for arguments alone.
