@@ -17,7 +17,7 @@ import numpy as np
 from stablenorm.check.closed_form import Case, Expected, excess, statistics
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 
 class Reading(NamedTuple):

@@ -21,8 +21,9 @@ from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import check_dtype
-from stablenorm.text import shape_text
-from stablenorm.types import Array, check_eps
+from stablenorm.output import shape_text
+from stablenorm.records import Array
+from stablenorm.scalars import check_eps
 
 
 def check_layer_norm(

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.text import plain, to_json, wrapped
+from stablenorm.output import plain, to_json, wrapped
 
 # Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074

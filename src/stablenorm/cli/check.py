@@ -56,7 +56,7 @@ from stablenorm.cli import parts
 from stablenorm.cli.child import run_apart, silence
 from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_functions
 from stablenorm.formats import parse
-from stablenorm.text import shape_text
+from stablenorm.output import shape_text
 
 # Axes of x that are tried, and the normalized ones. All lengths differ, so that code which mixes up axes fails.
 _AXES = [(3, (-1,)), (2, (-1,)), (2, (0,)), (4, (1,)), (3, (-2, -1)), (2, (-2, -1)), (1, (-1,))]

@@ -19,7 +19,7 @@ from stablenorm.check import roles
 from stablenorm.check.operation import FaultError, Missing, arrays_in
 from stablenorm.check.roles import PARAMETERS, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 # A class is a layer if it has a method of both lines.
 _METHODS = (
