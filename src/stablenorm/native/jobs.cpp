@@ -125,6 +125,7 @@ bool list_open(Call& c, Index* columns) {
 // Closes the open columns; integers do those that are left.
 State close_columns(const Call& of, int threads) {
     Call c = of;
+    c.y = c.plus = Rows{};  // only x and dy are read
     c.scratch_bytes = 2 * c.n * (Index)sizeof(Index);
     Index* columns = (Index*)memory::take((size_t)c.scratch_bytes);
     if (!columns) return NO_MEMORY;
