@@ -1,0 +1,318 @@
+"""
+Limits of the error of a layer or RMS norm that follow from its arithmetic, for each element.
+
+A limit is a theorem: no kernel that computes as declared exceeds it. The section "Limits for other
+kernels" of the page "Error analysis" has the proof, step by step, in the names of this file.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.formats import FLOAT32, FLOAT64, Format, check_dtype, format_of, parse
+from stablenorm.oracle import ExactNorm
+from stablenorm.oracle.rounding import quotient
+from stablenorm.oracle.surds import enclose_root
+from stablenorm.types import Array
+
+# The chance of a false alarm in one call, of all its elements together: of a thousand tests that run
+# a thousand times, one in a thousand suites has one.
+FAILURE = 1e-9
+# In units of u: the roundings of the root and the quotient are 2; CUDA's rsqrtf errs by 2 ulp, which is 4.
+_ROOT = 4
+# Roundings that one element passes through beside the longest sum, for the terms of second order.
+_OTHERS = 24
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """
+    How a kernel computes, as its author declares it.
+
+    Parameters
+    ----------
+    statistics : dtype, optional
+        The dtype in which mean and rstd are kept. Sums have it too, but no less than float32.
+        Default: float32, and float64 for float64 data.
+    elementwise : dtype, optional
+        The dtype in which elements are centered, scaled and shifted. Default: that of the sums.
+    cast : {"y", "xhat"}, default: "y"
+        What is rounded to the dtype of x: y alone, or xhat first, as in Hugging Face's Llama.
+    sums : "any" or int, default: "any"
+        The order of the sums: any, atomics included, or the most additions that a term passes
+        through: 24 for runs of 16 and a tree above 256 of them.
+    centered : bool, default: True
+        Whether the mean is subtracted before x is scaled. False: ``x * a + b``.
+    bound : {"probable", "worst"}, default: "probable"
+        Whether rounding errors of long sums count as independent with mean zero, or as the worst.
+    """
+
+    statistics: Any = None
+    elementwise: Any = None
+    cast: str = "y"
+    sums: str | int = "any"
+    centered: bool = True
+    bound: str = "probable"
+
+    def for_data(self, x: Array) -> "Arithmetic":
+        """Return the same with the dtypes that were left out; ValueError or TypeError if it makes no sense."""
+        for name, words in ("cast", ("y", "xhat")), ("bound", ("probable", "worst")):
+            if getattr(self, name) not in words:
+                msg = f"{name} must be {' or '.join(words)}, got {getattr(self, name)!r}"
+                raise ValueError(msg)
+        if self.sums != "any" and not (isinstance(self.sums, int) and self.sums > 0):
+            msg = f'sums must be "any" or a number of additions, got {self.sums!r}'
+            raise ValueError(msg)
+        usual = FLOAT64 if x.dtype == np.float64 else FLOAT32
+        statistics = parse(self.statistics or usual.dtype)
+        check_dtype("statistics", np.empty(0, statistics))
+        wide = _wider(statistics, FLOAT32.dtype)
+        return replace(self, statistics=statistics, elementwise=parse(self.elementwise or wide))
+
+
+def _wider(*dtypes: Any) -> Any:
+    return max(dtypes, key=lambda dtype: format_of(dtype).digits)
+
+
+class Statistics(NamedTuple):
+    """The exact statistics of rows, rounded to float64: mean and rstd (rows, 1), xhat (rows, n)."""
+
+    mean: Array
+    rstd: Array
+    xhat: Array
+
+    @classmethod
+    def of(cls, bare: ExactNorm, eps: float) -> "Statistics":
+        """Return those of an exact norm without gamma and beta, whose y is xhat."""
+        means, roots = [], []
+        for row in range(bare.rows):
+            means.append(float(bare.mean(row)))
+            variance = bare.var(row) + Fraction(eps)
+            low, _, exponent = enclose_root(1 / variance, 64) if variance else (0, 0, 0)
+            roots.append(quotient(low, 1, exponent) or math.nan)
+        mean, rstd = (np.array(numbers)[:, None] for numbers in (means, roots))
+        return cls(mean, rstd, bare.rounded("y", np.float64).reshape(bare.rows, bare.n))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """
+    A bound on errors: `fixed`, and lambda times `random` for sums of independent roundings.
+
+    Bounds of independent errors are added: the fixed parts as they are, the random parts as roots of
+    sums of squares.
+    """
+
+    random: Any = 0.0
+    fixed: Any = 0.0
+
+    def __add__(self, other: "Bound") -> "Bound":
+        """Return the bound of a sum of errors."""
+        return Bound(np.hypot(self.random, other.random), self.fixed + other.fixed)
+
+    def __mul__(self, weight: Any) -> "Bound":
+        """Return the bound of weighted errors."""
+        return Bound(self.random * abs(weight), self.fixed * abs(weight))
+
+    def over_rows(self) -> "Bound":
+        """Return the bound of the sums over rows, whose errors are independent."""
+        return Bound(np.hypot.reduce(self.random, axis=0), self.fixed.sum(axis=0))
+
+
+class Limits:
+    """
+    The limits on one input; a method for each output returns them, as (rows, n) or (n,).
+
+    An infinite limit says that the declared arithmetic promises nothing there: a sum or a product
+    leaves its range, or rounding may take all of the variance.
+    """
+
+    def __init__(
+        self, x: Array, gamma: Array | None, beta: Array | None, dy: Array | None,
+        statistics: Statistics, arithmetic: Arithmetic, kind: str = "layer",
+    ):  # fmt: skip
+        self.mean, self.rstd, self.xhat = statistics
+        self.rows, self.n = self.xhat.shape
+        self.declared, self.is_layer, self.form = arithmetic, kind == "layer", format_of(x.dtype)
+        arrays = {"x": x, "gamma": gamma, "beta": beta, "dy": dy}
+        wide = {name: 0.0 if a is None else a.astype(np.float64) for name, a in arrays.items()}
+        self.x = np.reshape(wide["x"], (self.rows, self.n))
+        self.dy = 0.0 if dy is None else np.reshape(wide["dy"], (self.rows, self.n))
+        self.gamma, self.beta = 1.0 if gamma is None else wide["gamma"], wide["beta"]
+        # s: sums and statistics, e: elements, k: statistics as they are kept.
+        sums, elements, kept = map(
+            format_of,
+            (_wider(arithmetic.statistics, FLOAT32.dtype), arithmetic.elementwise, arithmetic.statistics),
+        )  # fmt: skip
+        self.s, self.e, self.u, self.ue = sums, elements, 0.5**sums.digits, 0.5**elements.digits
+        self.kept = 0.5**kept.digits * (kept.digits < sums.digits)
+        self.narrowed = self.ue * (elements.digits < sums.digits)
+        # Arguments that are wider than the arithmetic are rounded to it.
+        self.rounded = {
+            name: self.ue * (a is not None and format_of(a.dtype).digits > elements.digits)
+            for name, a in arrays.items()
+        }
+        # Each element of four outputs has a bound, and so have its statistics; errors have two signs.
+        count = 2 * 4 * 2 * self.x.size / FAILURE
+        self.factor = (
+            math.inf if arithmetic.bound == "worst" else math.sqrt(2 * math.log(max(count, 2)))
+        )
+        with np.errstate(all="ignore"):
+            self._bound_statistics()
+
+    def additions(self, count: int) -> int:
+        """Return how many additions a term of a sum of `count` terms passes through, at most."""
+        most = max(count - 1, 0)
+        return most if self.declared.sums == "any" else min(int(self.declared.sums), most)
+
+    def chain(self, terms: Array, axis: int = -1) -> Bound:
+        """Bound the roundings of the sum of terms along an axis, given their magnitudes."""
+        keep, h = axis == -1, self.additions(terms.shape[axis])
+        size = terms.sum(axis=axis, keepdims=True)
+        worst = h * self.u * size
+        # Terms below four ulp of the sum are rounded one way, and lose at most themselves.
+        small = np.where(terms < 8 * self.u * size, terms, 0)
+        lost = np.minimum(small, self.u * size).sum(axis=axis, keepdims=True)
+        lost += h * self.u * small.sum(axis=axis, keepdims=True)
+        root = math.sqrt(h) * self.u * size
+        is_random = (self.factor * root + lost < worst) & ~are_alike(terms, 4 * self.u * size, axis)
+        parts = np.where(is_random, root, 0), np.where(is_random, lost, worst)
+        return Bound(*(part if keep else part.squeeze(axis) for part in parts))
+
+    def total(self, bound: Bound) -> Any:
+        """Return the limit that a bound stands for."""
+        return bound.fixed + (0 if math.isinf(self.factor) else self.factor * bound.random)
+
+    def _bound_statistics(self) -> None:
+        """
+        Bound the errors of the mean and of rstd, and the elementwise one of xhat.
+
+        The computed xhat is ``(xhat - a) (1 + p)``, but for `local`: `shift` bounds a, the error of
+        the mean times rstd; `scale` bounds p, the relative error of rstd.
+        """
+        m, r, xhat, u, n = self.mean, self.rstd, self.xhat, self.u, self.n
+        sizes = np.abs(r * self.x)
+        size = sizes.mean(axis=-1, keepdims=True)
+        from_x = self.u * (self.form.digits > self.s.digits)
+        rest = (2 * u + self.kept + self.narrowed) * abs(m * r) + from_x * size + self.tiny(self.s) * r
+        self.shift = (self.chain(sizes / n) + Bound(0.0, rest)) * float(self.is_layer)
+        shift = self.total(self.shift)
+        # The relative error of var + eps: two for centered, one for its square, two for the division by
+        # n; the sum with eps; eps itself.
+        q = (xhat**2).mean(axis=-1, keepdims=True)
+        terms = 5 * u * q + 2 * from_x * np.abs(xhat * sizes).mean(axis=-1, keepdims=True)
+        others = terms + u + u * np.maximum(1 - q, 0) + 2 * self.tiny(self.s) * r**2
+        of_var = self.chain(xhat**2 / n) + Bound(0.0, others)
+        loss = np.minimum(self.total(of_var), 1)
+        # An error of the mean adds its square to the variance.
+        drift = 1 - 1 / np.sqrt(1 + shift**2)
+        self.scale = of_var * (0.5 * (1 - loss) ** -1.5)
+        self.scale += Bound(0.0, drift + _ROOT * u + self.kept + self.narrowed)
+        # Sums of x, sums of squares and rstd have to be numbers.
+        fits = (n * size <= self.s.largest * r) & (n * q <= self.s.largest * r**2)
+        self.scale += Bound(0.0, np.where(fits & (r <= self.s.largest) & (loss < 1), 0, np.inf))
+        self.lift = 1 + self.total(self.scale)
+        # Two roundings of centered x, or four of x * a + b.
+        self.spread = np.abs(xhat) + shift if self.declared.centered else sizes + abs(m * r)
+        own = (2 if self.declared.centered else 4) * self.ue * self.spread
+        self.local = own + self.rounded["x"] * sizes + self.tiny(self.e) * (r + 1)
+        self.local += np.where(self.spread <= self.e.largest, 0, np.inf)
+
+    @staticmethod
+    def tiny(form: Format) -> float:
+        """Return the largest error of an underflow: GPUs flush subnormals to zero."""
+        return 2.0**form.emin
+
+    def y(self, exact: Array, dtype: Any) -> Array:
+        """Return the limits of y, whose exact values are given, in this dtype."""
+        scaled, tiny = np.abs(self.gamma * self.xhat), self.tiny(self.e)
+        error = (self.shift + Bound(0.0, self.local)) * self.lift + self.scale * self.xhat
+        casts = 0.0
+        if self.declared.cast == "xhat":
+            # xhat is rounded to the dtype of x, its product with gamma to that of y.
+            casts = np.abs(self.gamma) * half_ulp(self.xhat, self.form) + half_ulp(scaled, format_of(dtype))
+        roundings = (2 * self.ue + self.rounded["gamma"]) * scaled + 2 * self.ue * np.abs(self.beta)
+        bound = error * self.gamma + Bound(0.0, roundings + casts + 2 * tiny)
+        return self.finish(bound, exact, dtype, self.n, scaled + np.abs(self.beta))
+
+    def dx(self, exact: Array, dtype: Any) -> Array:
+        """Return the limits of dx."""
+        r, xhat, ue, n = self.rstd, self.xhat, self.ue, self.n
+        g = self.gamma * self.dy
+        sizes = np.abs(g)
+        mean_g = g.mean(axis=-1, keepdims=True) * self.is_layer
+        slope = (g * xhat).mean(axis=-1, keepdims=True)
+        # The product gamma dy, and arguments that are rounded.
+        of_g = ue + self.rounded["gamma"] + self.rounded["dy"]
+        size = sizes.mean(axis=-1, keepdims=True)
+        products = (sizes * self.spread).mean(axis=-1, keepdims=True)
+        tiny = self.tiny(self.e) + self.tiny(self.s)
+        own = Bound(0.0, 2 * self.u * abs(mean_g) + of_g * size + tiny)
+        of_mean = (self.chain(sizes / n) + own) * float(self.is_layer)
+        local = (sizes * self.local).mean(axis=-1, keepdims=True)
+        own = Bound(0.0, 2 * self.u * abs(slope) + (of_g + ue) * products + local + tiny)
+        shift = self.total(self.shift)
+        of_slope = self.chain(sizes * self.spread / n) + own + Bound(0.0, shift**2 * abs(mean_g))
+        centered = g - mean_g - xhat * slope
+        error = of_mean + of_slope * (np.abs(xhat) + shift)
+        # mean(g xhat) errs by the shift of xhat times mean(g), unless g is centered first.
+        error += self.shift * (abs(slope) + np.abs(xhat * mean_g))
+        # rstd stands in xhat too, twice.
+        error += self.scale * (centered - 2 * xhat * slope)
+        # Four roundings of each term cover all forms in use, six that with rstd**3.
+        roundings = of_g * sizes + ue * (4 * (sizes + abs(mean_g)) + 6 * np.abs(xhat * slope))
+        error = (error + Bound(0.0, roundings + self.local * abs(slope) + tiny)) * (r * self.lift**3)
+        peak = np.maximum(n * size, n * products) * np.maximum(r, 1)
+        return self.finish(error + Bound(0.0, tiny), exact, dtype, n, peak)
+
+    def dgamma(self, exact: Array, dtype: Any) -> Array:
+        """Return the limits of dgamma."""
+        sizes = np.abs(self.dy)
+        error = (self.shift + Bound(0.0, self.local)) * self.lift + self.scale * self.xhat
+        products = (sizes * self.spread).sum(axis=0)
+        # The product with dy, and what is rounded before.
+        own = (self.ue + self.rounded["dy"]) * products + 2 * self.tiny(self.e) * self.rows
+        bound = (error * sizes).over_rows() + Bound(0.0, own)
+        bound += self.chain(sizes * self.spread, 0)
+        return self.finish(bound, exact, dtype, self.rows, products)
+
+    def dbeta(self, exact: Array, dtype: Any) -> Array:
+        """Return the limits of dbeta."""
+        sizes = np.abs(self.dy)
+        size = sizes.sum(axis=0)
+        own = Bound(0.0, self.rounded["dy"] * size + self.tiny(self.s))
+        bound = self.chain(sizes, 0) + own
+        return self.finish(bound, exact, dtype, self.rows, size)
+
+    def finish(self, bound: Bound, exact: Array, dtype: Any, count: int, peak: Array) -> Array:
+        """Return the limits with the terms of second order and the last rounding, infinite beyond the range."""
+        room = 1 - (self.additions(count) + _OTHERS) * max(self.u, self.ue)
+        error = np.asarray(self.total(bound)) / room if room > 0 else np.full(exact.shape, np.inf)
+        error = np.where((peak <= self.e.largest) & (error >= 0), error, np.inf)
+        form = format_of(dtype)
+        # The exact values were rounded to float64: for float64, half an ulp more.
+        last = half_ulp(np.abs(exact) + error, form)
+        return np.asarray(error + last * (2 if form is FLOAT64 else 1))
+
+
+def half_ulp(values: Array, form: Format) -> Array:
+    """Return half an ulp of a format at these values, infinities included."""
+    exponents = np.frexp(np.where(np.isfinite(values), values, 1.0))[1] - 1
+    half = np.ldexp(0.5, np.maximum(exponents, form.emin) - form.digits + 1)
+    return np.where(np.isfinite(values), half, np.inf)
+
+
+def are_alike(terms: Array, step: Array, axis: int) -> Array:
+    """
+    Tell where terms are rounded alike, so that the errors of their sum cannot count as independent.
+
+    Either fewer than half of them differ, or the middle half of them spans less than a step, two ulp
+    of the sum.
+    """
+    ordered, count = np.sort(terms, axis=axis), terms.shape[axis]
+    different = 1 + (np.diff(ordered, axis=axis) != 0).sum(axis=axis, keepdims=True)
+    low, high = (ordered.take([place * count // 4], axis) for place in (1, 3))
+    return np.asarray((2 * different < count) | (high - low < step))
