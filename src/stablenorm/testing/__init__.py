@@ -1,5 +1,6 @@
 """For test suites of other layer norms: hard inputs, the plain formula, limits that follow."""
 
+from stablenorm.testing.asserts import Report, assert_layer_norm, assert_rms_norm, explain
 from stablenorm.testing.families import FAMILIES, Case, Family, make_case
 from stablenorm.testing.fixed import (
     NearMidpoint,
@@ -8,9 +9,11 @@ from stablenorm.testing.fixed import (
     near_midpoints,
     published_digests,
 )
+from stablenorm.testing.limits import Arithmetic
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 __all__ = [
-    "FAMILIES", "Case", "Family", "NearMidpoint", "digest", "digest_inputs", "make_case",
-    "near_midpoints", "plain_backward", "plain_forward", "published_digests",
+    "FAMILIES", "Arithmetic", "Case", "Family", "NearMidpoint", "Report", "assert_layer_norm",
+    "assert_rms_norm", "digest", "digest_inputs", "explain", "make_case", "near_midpoints",
+    "plain_backward", "plain_forward", "published_digests",
 ]  # fmt: skip

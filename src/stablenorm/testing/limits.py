@@ -209,16 +209,18 @@ class Limits:
         loss = np.minimum(self.total(of_var), 1)
         # An error of the mean adds its square to the variance.
         drift = 1 - 1 / np.sqrt(1 + shift**2)
-        self.scale = of_var * (0.5 * (1 - loss) ** -1.5)
-        self.scale += Bound(0.0, drift + _ROOT * u + self.kept + self.narrowed)
+        own = of_var * (0.5 * (1 - loss) ** -1.5) + Bound(0.0, _ROOT * u)
+        # The relative error of rstd without that of the mean, as `attribution` compares it.
+        self.own_scale = self.total(own)
+        self.scale = own + Bound(0.0, drift + self.kept + self.narrowed)
         # Sums of x, sums of squares and rstd have to be numbers.
         fits = (n * size <= self.s.largest * r) & (n * q <= self.s.largest * r**2)
         self.scale += Bound(0.0, np.where(fits & (r <= self.s.largest) & (loss < 1), 0, np.inf))
         self.lift = 1 + self.total(self.scale)
         # Two roundings of centered x, or four of x * a + b.
         self.spread = np.abs(xhat) + shift if self.declared.centered else sizes + abs(m * r)
-        own = (2 if self.declared.centered else 4) * self.ue * self.spread
-        self.local = own + self.rounded["x"] * sizes + self.tiny(self.e) * (r + 1)
+        roundings = (2 if self.declared.centered else 4) * self.ue * self.spread
+        self.local = roundings + self.rounded["x"] * sizes + self.tiny(self.e) * (r + 1)
         self.local += np.where(self.spread <= self.e.largest, 0, np.inf)
 
     @staticmethod
@@ -226,46 +228,59 @@ class Limits:
         """Return the largest error of an underflow: GPUs flush subnormals to zero."""
         return 2.0**form.emin
 
-    def y(self, exact: Array, dtype: Any) -> Array:
-        """Return the limits of y, whose exact values are given, in this dtype."""
-        scaled, tiny = np.abs(self.gamma * self.xhat), self.tiny(self.e)
-        error = (self.shift + Bound(0.0, self.local)) * self.lift + self.scale * self.xhat
-        casts = 0.0
+    def elements_of_y(self, dtype: Any) -> Array:
+        """Return the errors of y that its elements do not share, but for the last rounding."""
+        scaled = np.abs(self.gamma * self.xhat)
+        # Two roundings, of the product and of the sum with beta.
+        own = (2 * self.ue + self.rounded["gamma"]) * scaled + 2 * self.ue * np.abs(self.beta)
         if self.declared.cast == "xhat":
             # xhat is rounded to the dtype of x, its product with gamma to that of y.
-            casts = np.abs(self.gamma) * half_ulp(self.xhat, self.form) + half_ulp(scaled, format_of(dtype))
-        roundings = (2 * self.ue + self.rounded["gamma"]) * scaled + 2 * self.ue * np.abs(self.beta)
-        bound = error * self.gamma + Bound(0.0, roundings + casts + 2 * tiny)
-        return self.finish(bound, exact, dtype, self.n, scaled + np.abs(self.beta))
+            own += np.abs(self.gamma) * half_ulp(self.xhat, self.form)
+            own += half_ulp(scaled, format_of(dtype))
+        return np.asarray(own + np.abs(self.gamma) * self.local * self.lift + 2 * self.tiny(self.e))
+
+    def y(self, exact: Array, dtype: Any) -> Array:
+        """Return the limits of y, whose exact values are given, in this dtype."""
+        statistics = self.shift * self.lift + self.scale * self.xhat
+        bound = statistics * self.gamma + Bound(0.0, self.elements_of_y(dtype))
+        peak = np.abs(self.gamma * self.xhat) + np.abs(self.beta)
+        return self.finish(bound, exact, dtype, self.n, peak)
+
+    def terms_of_dx(self) -> tuple[Array, Array, Array]:
+        """Return g, mean(g), 0 for an RMS norm, and mean(g xhat)."""
+        g = self.gamma * self.dy
+        mean_g = g.mean(axis=-1, keepdims=True) * self.is_layer
+        return g, mean_g, (g * self.xhat).mean(axis=-1, keepdims=True)
+
+    def elements_of_dx(self) -> Array:
+        """Return the errors of dx / rstd that its elements do not share."""
+        g, mean_g, slope = self.terms_of_dx()
+        own = (self.ue + self.rounded["gamma"] + self.rounded["dy"]) * np.abs(g)
+        # Four roundings of each term cover all forms in use, six that with rstd**3.
+        own += self.ue * (4 * (np.abs(g) + abs(mean_g)) + 6 * np.abs(self.xhat * slope))
+        return np.asarray(own + self.local * abs(slope) + self.tiny(self.e))
 
     def dx(self, exact: Array, dtype: Any) -> Array:
         """Return the limits of dx."""
-        r, xhat, ue, n = self.rstd, self.xhat, self.ue, self.n
-        g = self.gamma * self.dy
-        sizes = np.abs(g)
-        mean_g = g.mean(axis=-1, keepdims=True) * self.is_layer
-        slope = (g * xhat).mean(axis=-1, keepdims=True)
+        r, xhat, n = self.rstd, self.xhat, self.n
+        g, mean_g, slope = self.terms_of_dx()
+        sizes, shift = np.abs(g), self.total(self.shift)
+        products = sizes * self.spread
         # The product gamma dy, and arguments that are rounded.
-        of_g = ue + self.rounded["gamma"] + self.rounded["dy"]
-        size = sizes.mean(axis=-1, keepdims=True)
-        products = (sizes * self.spread).mean(axis=-1, keepdims=True)
+        of_g = self.ue + self.rounded["gamma"] + self.rounded["dy"]
         tiny = self.tiny(self.e) + self.tiny(self.s)
-        own = Bound(0.0, 2 * self.u * abs(mean_g) + of_g * size + tiny)
-        of_mean = (self.chain(sizes / n) + own) * float(self.is_layer)
-        local = (sizes * self.local).mean(axis=-1, keepdims=True)
-        own = Bound(0.0, 2 * self.u * abs(slope) + (of_g + ue) * products + local + tiny)
-        shift = self.total(self.shift)
-        of_slope = self.chain(sizes * self.spread / n) + own + Bound(0.0, shift**2 * abs(mean_g))
-        centered = g - mean_g - xhat * slope
+        own = of_g * sizes.mean(axis=-1, keepdims=True) + 2 * self.u * abs(mean_g) + tiny
+        of_mean = (self.chain(sizes / n) + Bound(0.0, own)) * float(self.is_layer)
+        own = ((of_g + self.ue) * products + sizes * self.local).mean(axis=-1, keepdims=True)
+        own += 2 * self.u * abs(slope) + shift**2 * abs(mean_g) + tiny
+        of_slope = self.chain(products / n) + Bound(0.0, own)
         error = of_mean + of_slope * (np.abs(xhat) + shift)
         # mean(g xhat) errs by the shift of xhat times mean(g), unless g is centered first.
         error += self.shift * (abs(slope) + np.abs(xhat * mean_g))
         # rstd stands in xhat too, twice.
-        error += self.scale * (centered - 2 * xhat * slope)
-        # Four roundings of each term cover all forms in use, six that with rstd**3.
-        roundings = of_g * sizes + ue * (4 * (sizes + abs(mean_g)) + 6 * np.abs(xhat * slope))
-        error = (error + Bound(0.0, roundings + self.local * abs(slope) + tiny)) * (r * self.lift**3)
-        peak = np.maximum(n * size, n * products) * np.maximum(r, 1)
+        error += self.scale * (g - mean_g - 3 * xhat * slope)
+        error = (error + Bound(0.0, self.elements_of_dx())) * (r * self.lift**3)
+        peak = np.maximum(sizes, products).sum(axis=-1, keepdims=True) * np.maximum(r, 1)
         return self.finish(error + Bound(0.0, tiny), exact, dtype, n, peak)
 
     def dgamma(self, exact: Array, dtype: Any) -> Array:

@@ -1,0 +1,339 @@
+"""Judge arrays that a layer or RMS norm returned: limits for each element, and where the digits went."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.formats import FLOAT64, check_dtype, format_of
+from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+from stablenorm.testing import attribution
+from stablenorm.testing.attribution import ADVICE, Cause, Row, digits
+from stablenorm.testing.limits import FAILURE, Arithmetic, Limits, Statistics, half_ulp
+from stablenorm.text import number, shape_text
+from stablenorm.types import Array
+
+_ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
+_NAMES = {"mean": "the mean", "rest": "the roundings of single elements", "xhat": "xhat",
+          "last": "the last rounding", "order": "the order of the sums", "factor": "a common factor"}  # fmt: skip
+
+
+class Judged(NamedTuple):
+    """
+    One output beside its limits, arrays of its shape.
+
+    Errors are signed and limits absolute; a limit is infinite where the declared arithmetic promises
+    nothing. `ulp` is that of the output's dtype at the exact value.
+    """
+
+    name: str
+    dtype: Any
+    actual: Array
+    exact: Array
+    error: Array
+    limit: Array
+    ulp: Array
+
+    @property
+    def shares(self) -> Array:
+        """The errors as parts of their limits; 0 where the limit is infinite."""
+        with np.errstate(all="ignore"):
+            return np.where(np.isfinite(self.limit), np.abs(self.error) / self.limit, 0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no element exceeds its limit."""
+        return not (self.shares > 1).any()
+
+    @property
+    def beyond(self) -> float:
+        """The part of the elements for which the declared arithmetic promises nothing."""
+        return float(np.mean(~np.isfinite(self.limit))) if self.limit.size else 0.0
+
+    @property
+    def worst(self) -> tuple[int, ...]:
+        """The place of the largest share of a limit."""
+        return tuple(map(int, np.unravel_index(np.argmax(self.shares), self.shares.shape)))
+
+
+@dataclass(frozen=True)
+class Report:
+    """
+    What `explain` found.
+
+    Attributes
+    ----------
+    outputs : dict of str to Judged
+        The judged outputs by name.
+    causes : dict of str to str
+        For each output, a sentence: where the digits went, and what to do.
+    about : str
+        The input and the declared arithmetic.
+    """
+
+    outputs: Mapping[str, Judged]
+    causes: Mapping[str, str]
+    about: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether no element of any output exceeds its limit."""
+        return all(judged.passed for judged in self.outputs.values())
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        lines = [self.about]
+        for name, judged in self.outputs.items():
+            lines += [_line(judged), *_element(judged), f"    {self.causes[name]}"]
+        return "\n".join(lines)
+
+
+def _line(judged: Judged) -> str:
+    share, beyond = float(judged.shares.max(initial=0.0)), judged.beyond
+    above = f"  {judged.name}: "
+    if beyond == 1:
+        return above + "beyond the declared arithmetic, which promises nothing here"
+    left_out = f"; {100 * beyond:.2g} % of the elements are beyond the declared arithmetic" * (beyond > 0)
+    if judged.passed:
+        ulps = np.abs(judged.error / judged.ulp)[np.isfinite(judged.limit)].max()
+        return above + f"PASS, at most {digits(ulps)} ulp, {100 * share:.2g} % of a limit" + left_out
+    count = int((judged.shares > 1).sum())
+    plural = "elements exceed their limits" if count > 1 else "element exceeds its limit"
+    return above + f"FAIL, {count} of {judged.error.size} {plural}" + left_out
+
+
+def _element(judged: Judged) -> list[str]:
+    if judged.passed:
+        return []
+    at = judged.worst
+    value, exact, error, limit, ulp = (float(a[at]) for a in judged[2:])
+    place = ", ".join(map(str, at))
+    kind = np.dtype(judged.dtype).name
+    given = judged.dtype.type(value)
+    return [
+        f"    {judged.name}[{place}] is {given!s}, exactly {exact:.{FLOAT64.decimals + 2}g}",
+        f"    off by {digits(abs(error) / ulp)} ulp of {kind}; the limit is {digits(limit / ulp)}",
+    ]
+
+
+def explain(
+    y: Any, x: Any, gamma: Any = None, beta: Any = None, eps: float = 1e-5, *, dy: Any = None,
+    dx: Any = None, dgamma: Any = None, dbeta: Any = None, kind: str = "layer", **declared: Any,
+) -> Report:  # fmt: skip
+    """
+    Hold the results of a norm against limits that follow from its arithmetic, and say where digits went.
+
+    Parameters
+    ----------
+    y : array or None
+        What the kernel returned, of the shape of `x`.
+    x : array of shape (..., n)
+        The rows, finite: float16, bfloat16, float32 or float64.
+    gamma, beta : array of shape (n,), optional
+        Scale and shift.
+    eps : float, default: 1e-5
+        Added to the variance.
+    dy : array of the shape of x, optional
+        The cotangent of y; needed for dx, dgamma and dbeta.
+    dx, dgamma, dbeta : array, optional
+        The gradients that the kernel returned. The dtype of each output is its own.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm.
+    **declared : Any
+        How the kernel computes: `statistics`, `elementwise`, `cast`, `sums`, `centered`, `bound`.
+        `Arithmetic` describes them.
+
+    Returns
+    -------
+    Report
+        Verdict, errors and limits of each output, and a sentence on each.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a dtype, a shape or a word is wrong, or an input is not finite.
+
+    Examples
+    --------
+    >>> from stablenorm.testing import explain, plain_forward
+    >>> x = np.float32([[10000.001, 10000.002, 10000.003, 10000.005] * 4])
+    >>> print(explain(plain_forward(x)[0], x))
+    """
+    arrays = {
+        name: None if a is None else np.asarray(a)
+        for name, a in {"x": x, "gamma": gamma, "beta": beta, "dy": dy}.items()
+    }
+    x, oracle = arrays["x"], _ORACLES[kind]
+    check_dtype("x", x)
+    arithmetic = Arithmetic(**declared).for_data(x)
+    exact, bare = oracle(x, arrays["gamma"], arrays["beta"], eps, arrays["dy"]), oracle(x, eps=eps)
+    limits = Limits(**arrays, statistics=Statistics.of(bare, eps), arithmetic=arithmetic, kind=kind)
+    outputs = {}
+    with np.errstate(all="ignore"):
+        for name, output in {"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta}.items():
+            if output is not None:
+                outputs[name] = _judge(name, np.asarray(output), exact.rounded(name, np.float64), limits)
+        causes = _causes(outputs, limits, eps)
+    about = f"{kind} norm, x {shape_text(x.shape)} {x.dtype}, eps {eps:g}; {_declared(arithmetic)}"
+    return Report(outputs, causes, about)
+
+
+def _declared(a: Arithmetic) -> str:
+    order = "any order" if a.sums == "any" else f"at most {a.sums} additions"
+    chance = f"probable ({FAILURE:g})" if a.bound == "probable" else "worst case"
+    casts = ", xhat rounded before gamma" * (a.cast == "xhat") + ", x * a + b" * (not a.centered)
+    element = f", elements {a.elementwise}" * (a.elementwise != a.statistics)
+    return f"declared: statistics {a.statistics}{element}{casts}, sums in {order}; {chance}"
+
+
+def _judge(name: str, output: Array, exact: Array, limits: Limits) -> Judged:
+    check_dtype(name, output)
+    if output.shape != exact.shape:
+        msg = f"{name} must have shape {exact.shape}, got {output.shape}"
+        raise ValueError(msg)
+    form, wide = format_of(output.dtype), output.astype(np.float64)
+    shaped = exact.reshape(limits.xhat.shape) if name in {"y", "dx"} else exact
+    limit = getattr(limits, name)(shaped, output.dtype).reshape(exact.shape)
+    error = np.where(wide == exact, 0.0, wide - exact)
+    # An infinity is right if a value within the limit rounds to it; NaN is not.
+    reaches = np.isinf(wide) & (np.abs(exact) + limit >= form.largest) & (wide * exact > 0)
+    error = np.where(reaches, 0.0, np.where(np.isnan(wide) & ~np.isnan(exact), np.inf, error))
+    return Judged(name, output.dtype, wide, exact, error, limit, 2 * half_ulp(exact, form))
+
+
+def assert_layer_norm(
+    y: Any, x: Any, gamma: Any = None, beta: Any = None, eps: float = 1e-5, *, dy: Any = None,
+    dx: Any = None, dgamma: Any = None, dbeta: Any = None, **declared: Any,
+) -> None:  # fmt: skip
+    """
+    Raise AssertionError unless every element is as right as the arithmetic of the kernel allows.
+
+    There is no atol and no rtol. The parameters are those of `explain`, and so is the text.
+
+    Raises
+    ------
+    AssertionError
+        With the worst element, its exact value, its error and limit in ulp, and where the digits went.
+    TypeError, ValueError
+        If a dtype, a shape or a word is wrong, or an input is not finite.
+
+    See Also
+    --------
+    explain : The same, with a report in place of the error.
+
+    Examples
+    --------
+    >>> from stablenorm import layer_norm
+    >>> from stablenorm.testing import assert_layer_norm
+    >>> x = np.random.default_rng(0).standard_normal((4, 768), np.float32)
+    >>> assert_layer_norm(layer_norm(x), x)
+    """
+    _assert(explain(y, x, gamma, beta, eps, dy=dy, dx=dx, dgamma=dgamma, dbeta=dbeta, **declared))
+
+
+def assert_rms_norm(
+    y: Any, x: Any, gamma: Any = None, beta: Any = None, eps: float = 1e-5, *, dy: Any = None,
+    dx: Any = None, dgamma: Any = None, dbeta: Any = None, **declared: Any,
+) -> None:  # fmt: skip
+    """
+    Raise AssertionError unless an RMS norm is as right as its arithmetic allows.
+
+    The parameters are those of `explain`.
+
+    Raises
+    ------
+    AssertionError, TypeError, ValueError
+        As `assert_layer_norm` does.
+    """
+    gradients = {"dx": dx, "dgamma": dgamma, "dbeta": dbeta}
+    _assert(explain(y, x, gamma, beta, eps, dy=dy, **gradients, kind="rms", **declared))
+
+
+def _assert(report: Report) -> None:
+    if not report.passed:
+        raise AssertionError(str(report))
+
+
+# ---- where the digits went ----
+
+
+def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[str, str]:
+    """Return a sentence on each output."""
+    said, of_y = dict[str, str](), list[Row]()
+    for name, judged in outputs.items():
+        dtype = judged.dtype
+        if name in {"dgamma", "dbeta"}:
+            known = attribution.in_sums(of_y, limits) * (name == "dgamma")
+            said[name] = _of_sums(judged, attribution.split_sums(judged.error, judged.exact, known, dtype))
+            continue
+        shares, error, exact = (
+            a.reshape(limits.xhat.shape) for a in (judged.shares, judged.error, judged.exact)
+        )
+        worst = int(np.argmax(shares.max(axis=-1)))
+        chosen = [worst, *(i for i in range(limits.rows) if i != worst)][: attribution.ROWS]
+        if name == "y":
+            rows = of_y = attribution.rows_of_y(error, exact, limits, dtype, chosen)
+        else:
+            known = {row.index: row for row in of_y}
+            rows = attribution.rows_of_dx(error, exact, limits, dtype, chosen, known)
+        if not rows or rows[0].index != worst:
+            short = limits.n < attribution.LEAST
+            said[name] = "the row is too short to split its errors" if short else f"row {worst} is not finite"
+            continue
+        causes = {"rstd": attribution.cause_of_rstd(rows, limits, eps)}
+        if name == "y":
+            noise = attribution.noise_of_y(exact, limits, dtype)
+            causes["mean"] = attribution.cause_of_mean(rows, limits)
+            causes["rest"] = attribution.cause_of_rest(rows[0], limits, noise)
+        else:
+            causes["xhat"] = Cause("", ADVICE["xhat"])
+            for part in "mean(g)", "mean(g xhat)":
+                causes[part] = attribution.cause_of_means(part, rows, limits)
+        ulps = float(np.abs(error / judged.ulp.reshape(error.shape))[worst].max())
+        said[name] = f"row {worst}, {digits(ulps)} ulp: {_parts(rows[0].shares, causes)}"
+        if name == "y":
+            said[name] += _hidden(rows[0], limits, dtype)
+    return said
+
+
+def _parts(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> str:
+    """Say what an error is made of, the largest part first, then the advice."""
+    words, advice = list[str](), list[str]()
+    for part, share in sorted(shares.items(), key=lambda item: -item[1]):
+        # Below a twentieth of the squared error, nothing is won by mending it.
+        if share >= 0.05:
+            much = "all of it" if share > 0.995 else f"{100 * share:.0f} % of it"
+            cause = causes.get(part) or Cause("", "")
+            words.append(f"{much} is {_NAMES.get(part, part)}" + f", {cause.words}" * bool(cause.words))
+            advice += [cause.advice] * bool(cause.advice and cause.advice not in advice)
+    return " ".join(["; ".join(words) + ".", *advice])
+
+
+def _hidden(row: Row, limits: Limits, dtype: Any) -> str:
+    """Say which errors of the statistics y cannot show."""
+    if format_of(dtype).digits >= limits.s.digits or row.sure("mean") or row.sure("rstd"):
+        return ""
+    i, kind = row.index, limits.s.dtype.name
+    # In ulp of the statistics: of the mean, and of rstd relative.
+    ulp = 2 * half_ulp(limits.mean[i], limits.s) * limits.rstd[i]
+    seen = {"mean": float(ulp[0]), "rstd": 2 * limits.u}
+    each = (
+        f"of {_NAMES.get(name, name)} below {digits(attribution.SURE * row.numbers[name][1] / unit)} ulp of {kind}"
+        for name, unit in seen.items()
+        if name in row.numbers
+    )
+    return f" Not visible in {np.dtype(dtype).name}: errors {', '.join(each)}."
+
+
+def _of_sums(judged: Judged, row: Row) -> str:
+    """Say what the error of dgamma or dbeta is made of."""
+    if not np.isfinite(judged.error).all():
+        return "not finite"
+    factor = row.numbers.get("factor", (0.0, 0.0))[0]
+    causes = {
+        "factor": Cause(f"{factor:+.1e}", ADVICE["factor"]),
+        "order": Cause("", ADVICE["order"]),
+        "xhat": Cause("", ADVICE["xhat"]),
+    }
+    return _parts(row.shares, causes)

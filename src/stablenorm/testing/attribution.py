@@ -1,0 +1,287 @@
+"""
+Where the digits went: the error of an output, split into the intermediates that it came through.
+
+The computed xhat of a row is ``(xhat - a) (1 + p)`` and a rest, with one number a, the error of the
+mean times rstd, and one number p, the relative error of rstd. Least squares find both from y alone,
+in units of the roundings that every element has of its own; so they find the errors of mean(g) and
+mean(g xhat) from dx. A number counts if it exceeds five times its standard error.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, Format, format_of
+from stablenorm.testing.limits import Limits, half_ulp
+from stablenorm.types import Array
+
+# A row of fewer elements cannot tell its statistics from roundings.
+LEAST = 8
+# Standard errors beyond which a number is no rounding of others: one in a million by chance.
+SURE = 5.0
+# Rows that are examined: enough to see what all rows share.
+ROWS = 64
+# The cure of each cause.
+ADVICE = {
+    "mean": "Keep the mean in two floats, or subtract the mean of x - mean too.",
+    "sum": "Sum in blocks, in pairs or in a wider dtype.",
+    "kept": "Keep it in float32.",
+    "one-pass": "Take the mean of (x - mean)**2 in a second pass, or by Welford's updates.",
+    "padding": "Set padded elements to 0 after the mean is subtracted, not before.",
+    "divided": "Divide by n.",
+    "eps": "Add eps to the variance, inside the root.",
+    "scaled": "Subtract the mean before scaling, not after.",
+    "missing": "Subtract it.",
+    "centered": "Subtract mean(g) from g before its product with xhat, and sum in blocks or in pairs.",
+    "xhat": "Mend xhat first: y shows what is wrong with it.",
+    "factor": "Look at rstd: all elements are off by one factor.",
+    "order": "Add rows in blocks or in pairs, or keep the sum in two floats.",
+}
+
+
+class Row(NamedTuple):
+    """
+    What least squares found in one row: numbers and their standard errors, by name.
+
+    `shares` are the parts of the squared error. `excess` is what no number explains, in units of the
+    roundings that every element has of its own.
+    """
+
+    index: int
+    numbers: dict[str, tuple[float, float]]
+    shares: dict[str, float]
+    excess: Any = 0.0
+
+    def sure(self, name: str) -> bool:
+        """Tell whether a number is more than chance."""
+        number, error = self.numbers.get(name, (0.0, 1.0))
+        return abs(number) > SURE * error
+
+
+def fit(index: int, error: Array, columns: dict[str, Array], noise: Array) -> Row:
+    """Split the errors of a row into multiples of columns and a rest."""
+    names = [name for name, column in columns.items() if np.abs(column).max() > 0]
+    matrix = np.stack([columns[name] for name in names], axis=-1) / noise[:, None]
+    # Columns of the same length, lest one be taken for a multiple of the others.
+    lengths = np.sqrt((matrix**2).sum(axis=0))
+    found, _, rank, _ = np.linalg.lstsq(matrix / lengths, error / noise, rcond=1e-9)
+    rest = error / noise - matrix / lengths @ found
+    # A rounding is spread evenly over its bound, whose square is three times the mean of its own.
+    spread = max(1 / 3, float(rest @ rest) / max(len(rest) - rank, 1))
+    errors = np.sqrt(np.diag(np.linalg.pinv(matrix.T @ matrix / np.outer(lengths, lengths))) * spread)
+    numbers = {
+        name: (float(f / length), float(e / length))
+        for name, f, e, length in zip(names, found, errors, lengths, strict=True)
+    }
+    parts = {name: columns[name] * numbers[name][0] for name in names}
+    row = Row(index, numbers, {})
+    # What is not sure belongs to the rest.
+    sure = {name: part for name, part in parts.items() if row.sure(name)}
+    squares = {name: float(part @ part) for name, part in sure.items()}
+    left = error - sum(sure.values(), np.zeros_like(error))
+    squares["rest"] = float(left @ left)
+    total = sum(squares.values()) or 1.0
+    shares = {name: square / total for name, square in squares.items()}
+    return row._replace(shares=shares, excess=np.abs(left) / noise)
+
+
+def noise_of_y(exact: Array, limits: Limits, dtype: Any) -> Array:
+    """Return the roundings that every element of y has of its own."""
+    return np.asarray(limits.elements_of_y(dtype) + half_ulp(exact, format_of(dtype)))
+
+
+def rows_of_y(error: Array, exact: Array, limits: Limits, dtype: Any, chosen: list[int]) -> list[Row]:
+    """Split the errors of rows of y into the mean, rstd and the rest."""
+    gamma, noise = np.broadcast_to(limits.gamma, limits.xhat.shape), noise_of_y(exact, limits, dtype)
+    mean = {"mean": gamma} if limits.is_layer else {}
+    return [
+        fit(i, error[i], {n: c[i] for n, c in (mean | {"rstd": gamma * limits.xhat}).items()}, noise[i])
+        for i in chosen
+        if np.isfinite(error[i]).all() and np.isfinite(noise[i]).all() and limits.n >= LEAST
+    ]
+
+
+def rows_of_dx(
+    error: Array, exact: Array, limits: Limits, dtype: Any, chosen: list[int], of_y: dict[int, Row]
+) -> list[Row]:
+    """Split the errors of rows of dx into mean(g), mean(g xhat), rstd, xhat and the rest."""
+    g, mean_g, slope = limits.terms_of_dx()
+    r, xhat = limits.rstd, limits.xhat
+    noise = r * limits.elements_of_dx() + half_ulp(exact, format_of(dtype))
+    found = []
+    for i in chosen:
+        if not (np.isfinite(error[i]).all() and np.isfinite(noise[i]).all() and limits.n >= LEAST):
+            continue
+        columns = {"mean(g xhat)": r[i] * xhat[i]}
+        columns["rstd"] = r[i] * (g[i] - mean_g[i] - 3 * xhat[i] * slope[i])
+        if limits.is_layer:
+            columns["mean(g)"] = np.full(limits.n, r[i, 0])
+        # y tells the error of the mean, which gives xhat a shift: known, it is no error of mean(g).
+        shift = 0.0
+        if i in of_y and of_y[i].sure("mean"):
+            shift = -of_y[i].numbers["mean"][0]
+        known = shift * r[i] * (slope[i] + xhat[i] * mean_g[i])
+        left = error[i] - known
+        if not left @ left < error[i] @ error[i]:
+            known, left = 0 * known, error[i]
+        row = fit(i, left, columns, noise[i])
+        ours, theirs = float(known @ known), float(left @ left)
+        whole = ours + theirs or 1.0
+        shares = {name: share * theirs / whole for name, share in row.shares.items()}
+        found.append(row._replace(shares=shares | {"xhat": ours / whole}))
+    return found
+
+
+def split_sums(error: Array, exact: Array, known: Array, dtype: Any) -> Row:
+    """Split the errors of dgamma or dbeta into xhat's, a common factor, the order of sums, the last rounding."""
+    last = half_ulp(exact, format_of(dtype))
+    if not np.isfinite(error).all():
+        return Row(0, {}, {})
+    left = error - known
+    if not left @ left < error @ error:
+        known, left = 0 * error, error
+    enough = len(error) >= LEAST and np.abs(exact).max() > 0
+    row = fit(0, left, {"factor": exact}, last) if enough else Row(0, {}, {"rest": 1.0})
+    factor = row.numbers["factor"][0] if row.sure("factor") else 0.0
+    rest = left - factor * exact
+    # Twice the bound of the last rounding: then the sums were off before it.
+    is_order = bool((np.abs(rest) > 2 * last).any())
+    parts = {"xhat": known, "factor": factor * exact, "order" if is_order else "last": rest}
+    squares = {name: float(part @ part) for name, part in parts.items()}
+    total = sum(squares.values()) or 1.0
+    return row._replace(shares={name: square / total for name, square in squares.items()})
+
+
+class Cause(NamedTuple):
+    """What explains a number in all rows: words, and the advice."""
+
+    words: str
+    advice: str
+
+
+def rounded(values: Array, form: Format) -> Array:
+    """Return float64 values rounded to a format."""
+    return np.asarray(values.astype(form.dtype).astype(np.float64))
+
+
+def cause_of_mean(rows: list[Row], limits: Limits) -> Cause | None:
+    """Name what is wrong with the mean in all rows; None where no row shows an error."""
+    rows = [row for row in rows if "mean" in row.numbers]
+    if not any(row.sure("mean") for row in rows):
+        return None
+    at = [row.index for row in rows]
+    r, m = limits.rstd[at, 0], limits.mean[at, 0]
+    numbers, errors = np.array([row.numbers["mean"] for row in rows]).T
+    scale = 1 + np.array([row.numbers.get("rstd", (0.0,))[0] for row in rows])
+    # The error of the mean itself.
+    off, blur = -numbers / scale / r, SURE * errors / abs(scale) / r
+    allowed = blur + np.broadcast_to(limits.total(limits.shift), limits.rstd.shape)[at, 0] / r
+    form = limits.s
+    worst = np.abs(off / half_ulp(m, form) / 2).max()
+    said = f"off by up to {digits(worst)} ulp of a {form.dtype.name}"
+    for narrow in (BFLOAT16, FLOAT16):
+        kept = rounded(m, narrow) - m
+        if narrow.digits < form.digits and fits(off, kept, allowed):
+            return Cause(f"{said}: it is kept in {narrow.dtype.name}", ADVICE["kept"])
+    if (np.abs(off) <= half_ulp(m, form) * (1 + 2**-10) + blur).all():
+        return Cause(f"{said}: it is rounded once, and then too short", ADVICE["mean"])
+    return Cause(said, ADVICE["sum"] + " " + ADVICE["mean"])
+
+
+def fits(off: Array, expected: Array, allowed: Array) -> bool:
+    """Tell whether errors are the expected ones in all rows, in one of them beyond doubt."""
+    return bool((np.abs(off - expected) <= allowed).all() and (np.abs(expected) > 2 * allowed).any())
+
+
+def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
+    """Name what is wrong with rstd in all rows; None where no row shows an error."""
+    rows = [row for row in rows if "rstd" in row.numbers]
+    if not any(row.sure("rstd") for row in rows):
+        return None
+    at, n = [row.index for row in rows], limits.n
+    r, m = limits.rstd[at, 0], limits.mean[at, 0]
+    off, errors = np.array([row.numbers["rstd"] for row in rows]).T
+    shifts = np.array([row.numbers.get("mean", (0.0,))[0] for row in rows])
+    # An error of the mean adds its square to the variance.
+    var = np.maximum(r**-2 - eps, 0)
+    seen = var + (shifts / (1 + off) / r) ** 2
+    allowed = SURE * errors + limits.own_scale[at, 0]
+    worst = np.abs(off).max()
+    said = f"off by up to {100 * worst:.2g} %" if worst > 1e-3 else f"off by up to {worst:.1e}"
+    for words, advice, expected in _formulas(seen, m, r, eps, n, limits):
+        if fits(off, expected / r - 1, allowed):
+            return Cause(f"{said}: {words}", ADVICE[advice])
+    if (np.abs(off - (seen + eps) ** -0.5 / r + 1) <= allowed).all():
+        return Cause(said, ADVICE["sum"])
+    # What the rounding of x**2 and mean**2 may take from the variance, relative to var + eps.
+    lost = (limits.additions(n) + 4) * limits.u * (var + 2 * m**2) * r**2
+    if limits.is_layer and (lost > 1e-3).any() and (np.abs((1 + off) ** -2 - 1) <= 2 * lost).all():
+        return Cause(f"{said}: the variance is E[x**2] - mean**2", ADVICE["one-pass"])
+    return Cause(said, "")
+
+
+def _formulas(
+    var: Array, m: Array, r: Array, eps: float, n: int, limits: Limits
+) -> Iterator[tuple[str, str, Array]]:
+    """Yield the words, the advice and the rstd of mistakes that are often made."""
+    yield "the variance is divided by n - 1", "divided", (var * n / (n - 1) + eps) ** -0.5
+    yield "eps is missing", "eps", var**-0.5
+    yield "eps is added outside the root", "eps", 1 / (var**0.5 + eps)
+    for narrow in (BFLOAT16, FLOAT16):
+        if narrow.digits < limits.s.digits:
+            yield f"it is kept in {narrow.dtype.name}", "kept", rounded(r, narrow)
+    for block in (2 ** math.ceil(math.log2(n)), *(-(-n // size) * size for size in (32, 64, 128, 256, 512))):
+        if block > n:
+            words = f"{block - n} padded elements count as zeros"
+            yield words, "padding", (var + (block - n) / n * m**2 + eps) ** -0.5
+
+
+def digits(value: float) -> str:
+    """Write a number of ulp: two or three digits, thousands apart."""
+    return f"{value:,.0f}".replace(",", " ") if 100 <= value < 1e7 else f"{value:.2g}"
+
+
+def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause:
+    """Name what is wrong with mean(g) or mean(g xhat) in all rows."""
+    rows = [row for row in rows if part in row.numbers]
+    at, n = [row.index for row in rows], limits.n
+    g, mean_g, slope = limits.terms_of_dx()
+    exact = (mean_g if part == "mean(g)" else slope)[at, 0]
+    size = np.abs(g if part == "mean(g)" else g * limits.xhat).mean(axis=-1)[at]
+    # It is subtracted: what is too small leaves some of it.
+    off, errors = np.array([row.numbers[part] for row in rows]).T
+    allowed = SURE * errors + 1e-6 * size
+    for words, advice, factor in (
+        ("is missing", "missing", 1.0),
+        ("is divided by n - 1", "divided", -1 / max(n - 1, 1)),
+        ("is not divided by n", "divided", 1.0 - n),
+    ):
+        if fits(off, factor * exact, allowed):
+            return Cause(words, ADVICE[advice])
+    worst = np.abs(off / size).max()
+    key = "sum" if part == "mean(g)" else "centered"
+    return Cause(f"off by up to {worst:.1e} of the mean of its terms' magnitudes", ADVICE[key])
+
+
+def in_sums(rows: list[Row], limits: Limits) -> Array:
+    """Return the error of dgamma that comes with xhat, as rows of y show it, if they are all rows."""
+    known = np.zeros(limits.n)
+    if len(rows) == limits.rows:
+        for row in rows:
+            of_mean, of_rstd = (row.numbers[k][0] if row.sure(k) else 0.0 for k in ("mean", "rstd"))
+            known += limits.dy[row.index] * (of_mean + of_rstd * limits.xhat[row.index])
+    return known
+
+
+def cause_of_rest(row: Row, limits: Limits, noise: Array) -> Cause | None:
+    """Name the error of y that its elements do not share; `noise` is that of all rows. None: roundings."""
+    if np.all(row.excess <= 1):
+        return None
+    i = row.index
+    before = np.abs(limits.rstd[i] * limits.x[i]) + np.abs(limits.mean[i] * limits.rstd[i])
+    # Four roundings of x * a + b.
+    if (row.excess * noise[i] <= noise[i] + 4 * limits.ue * before * np.abs(limits.gamma)).all():
+        return Cause("x is scaled before the mean is subtracted", ADVICE["scaled"])
+    return Cause(f"up to {digits(float(np.max(row.excess)))} times what these explain", "")
