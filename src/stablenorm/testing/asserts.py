@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import FLOAT64, check_dtype, format_of
+from stablenorm.formats import check_dtype, format_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import attribution
 from stablenorm.testing.attribution import ADVICE, Cause, Row, digits
@@ -109,10 +109,10 @@ def _element(judged: Judged) -> list[str]:
     at = judged.worst
     value, exact, error, limit, ulp = (float(a[at]) for a in judged[2:])
     place = ", ".join(map(str, at))
-    kind = np.dtype(judged.dtype).name
+    kind, decimals = np.dtype(judged.dtype).name, format_of(judged.dtype).decimals
     given = judged.dtype.type(value)
     return [
-        f"    {judged.name}[{place}] is {given!s}, exactly {exact:.{FLOAT64.decimals + 2}g}",
+        f"    {judged.name}[{place}] is {given!s}, exactly {exact:.{decimals + 4}g}",
         f"    off by {digits(abs(error) / ulp)} ulp of {kind}; the limit is {digits(limit / ulp)}",
     ]
 
@@ -265,7 +265,9 @@ def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[s
         dtype = judged.dtype
         if name in {"dgamma", "dbeta"}:
             known = attribution.in_sums(of_y, limits) * (name == "dgamma")
-            said[name] = _of_sums(judged, attribution.split_sums(judged.error, judged.exact, known, dtype))
+            unit = limits.u * np.abs(limits.dy * (limits.spread if name == "dgamma" else 1)).sum(axis=0)
+            row = attribution.split_sums(judged.error, judged.exact, known, dtype, unit)
+            said[name] = _of_sums(judged, row)
             continue
         shares, error, exact = (
             a.reshape(limits.xhat.shape) for a in (judged.shares, judged.error, judged.exact)
@@ -290,8 +292,10 @@ def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[s
             causes["xhat"] = Cause("", ADVICE["xhat"])
             for part in "mean(g)", "mean(g xhat)":
                 causes[part] = attribution.cause_of_means(part, rows, limits)
-        ulps = float(np.abs(error / judged.ulp.reshape(error.shape))[worst].max())
-        said[name] = f"row {worst}, {digits(ulps)} ulp: {_parts(rows[0].shares, causes)}"
+        largest = 2 * half_ulp(np.abs(exact[worst]).max(), format_of(dtype))
+        ulps = float(np.abs(error[worst]).max() / largest)
+        head = f"row {worst}, off by {digits(ulps)} ulp of its largest element"
+        said[name] = f"{head}: {_parts(rows[0].shares, causes)}"
         if name == "y":
             said[name] += _hidden(rows[0], limits, dtype)
     return said
@@ -330,10 +334,12 @@ def _of_sums(judged: Judged, row: Row) -> str:
     """Say what the error of dgamma or dbeta is made of."""
     if not np.isfinite(judged.error).all():
         return "not finite"
-    factor = row.numbers.get("factor", (0.0, 0.0))[0]
+    factor, most = row.numbers.get("factor", (0.0, 0.0))[0], float(np.max(row.excess))
+    # Two roundings of the whole sum are no matter of its order.
+    order = Cause(f"{digits(most)} roundings of the whole sum", ADVICE["order"] * (most > 2))
     causes = {
         "factor": Cause(f"{factor:+.1e}", ADVICE["factor"]),
-        "order": Cause("", ADVICE["order"]),
+        "order": order,
         "xhat": Cause("", ADVICE["xhat"]),
     }
     return _parts(row.shares, causes)
