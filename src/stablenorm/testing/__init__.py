@@ -9,11 +9,12 @@ from stablenorm.testing.fixed import (
     near_midpoints,
     published_digests,
 )
+from stablenorm.testing.judge import JudgeReport, judge
 from stablenorm.testing.limits import Arithmetic
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 __all__ = [
-    "FAMILIES", "Arithmetic", "Case", "Family", "NearMidpoint", "Report", "assert_layer_norm",
-    "assert_rms_norm", "digest", "digest_inputs", "explain", "make_case", "near_midpoints",
+    "FAMILIES", "Arithmetic", "Case", "Family", "JudgeReport", "NearMidpoint", "Report", "assert_layer_norm",
+    "assert_rms_norm", "digest", "digest_inputs", "explain", "judge", "make_case", "near_midpoints",
     "plain_backward", "plain_forward", "published_digests",
 ]  # fmt: skip

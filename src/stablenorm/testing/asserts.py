@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.check.differences import name_pattern
 from stablenorm.formats import check_dtype, format_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import attribution
@@ -15,8 +16,9 @@ from stablenorm.text import number, shape_text
 from stablenorm.types import Array
 
 _ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
-_NAMES = {"mean": "the mean", "rest": "the roundings of single elements", "xhat": "xhat",
-          "last": "the last rounding", "order": "the order of the sums", "factor": "a common factor"}  # fmt: skip
+_NAMES = {"mean": "the mean", "rest": "roundings of single elements", "xhat": "the mean in xhat",
+          "statistics": "the statistics of its rows",
+          "last": "the last rounding", "order": "the sum over rows", "factor": "a common factor"}  # fmt: skip
 
 
 class Judged(NamedTuple):
@@ -91,7 +93,7 @@ class Report:
 
 def _line(judged: Judged) -> str:
     share, beyond = float(judged.shares.max(initial=0.0)), judged.beyond
-    above = f"  {judged.name}: "
+    above, pattern = f"  {judged.name}: ", f": {name_pattern(judged.shares > 1)}"
     if beyond == 1:
         return above + "beyond the declared arithmetic, which promises nothing here"
     left_out = f"; {100 * beyond:.2g} % of the elements are beyond the declared arithmetic" * (beyond > 0)
@@ -100,7 +102,7 @@ def _line(judged: Judged) -> str:
         return above + f"PASS, at most {digits(ulps)} ulp, {100 * share:.2g} % of a limit" + left_out
     count = int((judged.shares > 1).sum())
     plural = "elements exceed their limits" if count > 1 else "element exceeds its limit"
-    return above + f"FAIL, {count} of {judged.error.size} {plural}" + left_out
+    return above + f"FAIL, {count} of {judged.error.size} {plural}" + pattern * (not pattern[2].isdigit()) + left_out
 
 
 def _element(judged: Judged) -> list[str]:
@@ -160,26 +162,45 @@ def explain(
     >>> x = np.float32([[10000.001, 10000.002, 10000.003, 10000.005] * 4])
     >>> print(explain(plain_forward(x)[0], x))
     """
-    arrays = {
-        name: None if a is None else np.asarray(a)
-        for name, a in {"x": x, "gamma": gamma, "beta": beta, "dy": dy}.items()
-    }
-    x, oracle = arrays["x"], _ORACLES[kind]
-    check_dtype("x", x)
-    arithmetic = Arithmetic(**declared).for_data(x)
-    exact, bare = oracle(x, arrays["gamma"], arrays["beta"], eps, arrays["dy"]), oracle(x, eps=eps)
-    limits = Limits(**arrays, statistics=Statistics.of(bare, eps), arithmetic=arithmetic, kind=kind)
-    outputs = {}
+    data = {"x": x, "gamma": gamma, "beta": beta, "dy": dy}
+    results = {"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta}
+    outputs, limits = examine(results, data, eps, kind, Arithmetic(**declared))
     with np.errstate(all="ignore"):
-        for name, output in {"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta}.items():
-            if output is not None:
-                outputs[name] = _judge(name, np.asarray(output), exact.rounded(name, np.float64), limits)
         causes = _causes(outputs, limits, eps)
-    about = f"{kind} norm, x {shape_text(x.shape)} {x.dtype}, eps {eps:g}; {_declared(arithmetic)}"
+    shape = shape_text(np.shape(x))
+    about = f"{kind} norm, x {shape} {limits.form.dtype}, eps {eps:g}; {described(limits.declared)}"
     return Report(outputs, causes, about)
 
 
-def _declared(a: Arithmetic) -> str:
+def examine(
+    results: Mapping[str, Any], data: Mapping[str, Any], eps: float, kind: str, declared: Arithmetic
+) -> tuple[dict[str, Judged], Limits]:
+    """Return the judged results, None left out, and their limits; the arguments are those of `explain`."""
+    arrays = {name: None if a is None else np.asarray(a) for name, a in data.items()}
+    x, gamma, beta, dy = (arrays[name] for name in ("x", "gamma", "beta", "dy"))
+    if kind not in _ORACLES:
+        msg = f"kind must be layer or rms, got {kind!r}"
+        raise ValueError(msg)
+    oracle = _ORACLES[kind]
+    if x is None:
+        msg = "x must be an array, got None"
+        raise TypeError(msg)
+    check_dtype("x", x)
+    exact, bare = oracle(x, gamma, beta, eps, dy), oracle(x, eps=eps)
+    limits = Limits(
+        x, gamma, beta, dy, Statistics.of(bare, eps), declared.for_data(x), kind
+    )
+    with np.errstate(all="ignore"):
+        judged = {
+            name: judge_output(name, np.asarray(output), exact.rounded(name, np.float64), limits)
+            for name, output in results.items()
+            if output is not None
+        }
+    return judged, limits
+
+
+def described(a: Arithmetic) -> str:
+    """Return the declared arithmetic in words."""
     order = "any order" if a.sums == "any" else f"at most {a.sums} additions"
     chance = f"probable ({FAILURE:g})" if a.bound == "probable" else "worst case"
     casts = ", xhat rounded before gamma" * (a.cast == "xhat") + ", x * a + b" * (not a.centered)
@@ -187,7 +208,8 @@ def _declared(a: Arithmetic) -> str:
     return f"declared: statistics {a.statistics}{element}{casts}, sums in {order}; {chance}"
 
 
-def _judge(name: str, output: Array, exact: Array, limits: Limits) -> Judged:
+def judge_output(name: str, output: Array, exact: Array, limits: Limits) -> Judged:
+    """Return a result beside its exact values and its limits; ValueError or TypeError if it has another shape or dtype."""
     check_dtype(name, output)
     if output.shape != exact.shape:
         msg = f"{name} must have shape {exact.shape}, got {output.shape}"
@@ -265,9 +287,9 @@ def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[s
         dtype = judged.dtype
         if name in {"dgamma", "dbeta"}:
             known = attribution.in_sums(of_y, limits) * (name == "dgamma")
-            unit = limits.u * np.abs(limits.dy * (limits.spread if name == "dgamma" else 1)).sum(axis=0)
+            unit = limits.u * np.abs(limits.dy * (limits.before if name == "dgamma" else 1)).sum(axis=0)
             row = attribution.split_sums(judged.error, judged.exact, known, dtype, unit)
-            said[name] = _of_sums(judged, row)
+            said[name] = _of_sums(judged, row, limits.rows)
             continue
         shares, error, exact = (
             a.reshape(limits.xhat.shape) for a in (judged.shares, judged.error, judged.exact)
@@ -287,11 +309,12 @@ def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[s
         if name == "y":
             noise = attribution.noise_of_y(exact, limits, dtype)
             causes["mean"] = attribution.cause_of_mean(rows, limits)
-            causes["rest"] = attribution.cause_of_rest(rows[0], limits, noise)
         else:
-            causes["xhat"] = Cause("", ADVICE["xhat"])
+            noise = np.zeros(0)
+            causes["xhat"] = attribution.cause_of_mean(rows, limits)
             for part in "mean(g)", "mean(g xhat)":
                 causes[part] = attribution.cause_of_means(part, rows, limits)
+        causes["rest"] = attribution.cause_of_rest(rows[0], limits, noise)
         largest = 2 * half_ulp(np.abs(exact[worst]).max(), format_of(dtype))
         ulps = float(np.abs(error[worst]).max() / largest)
         head = f"row {worst}, off by {digits(ulps)} ulp of its largest element"
@@ -309,7 +332,8 @@ def _parts(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> s
         if share >= 0.05:
             much = "all of it" if share > 0.995 else f"{100 * share:.0f} % of it"
             cause = causes.get(part) or Cause("", "")
-            words.append(f"{much} is {_NAMES.get(part, part)}" + f", {cause.words}" * bool(cause.words))
+            name = "the rest" if part == "rest" and cause.words else _NAMES.get(part, part)
+            words.append(f"{much} is {name}" + f", {cause.words}" * bool(cause.words))
             advice += [cause.advice] * bool(cause.advice and cause.advice not in advice)
     return " ".join(["; ".join(words) + ".", *advice])
 
@@ -330,16 +354,14 @@ def _hidden(row: Row, limits: Limits, dtype: Any) -> str:
     return f" Not visible in {np.dtype(dtype).name}: errors {', '.join(each)}."
 
 
-def _of_sums(judged: Judged, row: Row) -> str:
+def _of_sums(judged: Judged, row: Row, rows: int) -> str:
     """Say what the error of dgamma or dbeta is made of."""
     if not np.isfinite(judged.error).all():
         return "not finite"
-    factor, most = row.numbers.get("factor", (0.0, 0.0))[0], float(np.max(row.excess))
-    # Two roundings of the whole sum are no matter of its order.
-    order = Cause(f"{digits(most)} roundings of the whole sum", ADVICE["order"] * (most > 2))
+    factor = row.numbers.get("factor", (0.0, 0.0))[0]
     causes = {
         "factor": Cause(f"{factor:+.1e}", ADVICE["factor"]),
-        "order": order,
-        "xhat": Cause("", ADVICE["xhat"]),
+        "order": attribution.cause_of_order(judged.actual, row, format_of(judged.dtype), rows),
+        "statistics": Cause("", ADVICE["statistics"]),
     }
     return _parts(row.shares, causes)

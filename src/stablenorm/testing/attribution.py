@@ -35,7 +35,7 @@ ADVICE = {
     "scaled": "Subtract the mean before scaling, not after.",
     "missing": "Subtract it.",
     "centered": "Subtract mean(g) from g before its product with xhat, and sum in blocks or in pairs.",
-    "xhat": "Mend xhat first: y shows what is wrong with it.",
+    "statistics": "Mend mean and rstd first: y shows what is wrong with them.",
     "factor": "Look at rstd: all elements are off by one factor.",
     "order": "Add rows in blocks or in pairs, or keep the sum in two floats.",
 }
@@ -118,31 +118,50 @@ def rows_of_dx(
         columns["rstd"] = r[i] * (g[i] - mean_g[i] - 3 * xhat[i] * slope[i])
         if limits.is_layer:
             columns["mean(g)"] = np.full(limits.n, r[i, 0])
-        row = fit(i, error[i], columns, noise[i])
-        # y tells the error of the mean, which shifts xhat: it is none of mean(g) and mean(g xhat) if
-        # these are smaller without it. They are not if the backward has another mean.
-        if i in of_y and of_y[i].sure("mean"):
-            mean = of_y[i].numbers["mean"]
-            known = -mean[0] * r[i] * (slope[i] + xhat[i] * mean_g[i])
-            other = fit(i, error[i] - known, columns, noise[i])
-            if _of_means(other) < _of_means(row):
-                squares = float(known @ known), float(np.square(error[i] - known).sum())
-                part = squares[0] / (sum(squares) or 1.0)
-                shares = {name: share * (1 - part) for name, share in other.shares.items()}
-                row = other._replace(shares=shares | {"xhat": part})
-            row = row._replace(numbers=row.numbers | {"mean": mean})
-        found.append(row)
-    return found
+        found.append(fit(i, error[i], columns, noise[i]))
+    return _shifted(found, limits, of_y) if limits.is_layer else found
 
 
-def _of_means(row: Row) -> float:
-    # xhat has a mean square of about 1: both numbers have the same unit.
-    return math.hypot(*(row.numbers.get(part, (0.0,))[0] for part in ("mean(g)", "mean(g xhat)")))
+def _shifted(rows: list[Row], limits: Limits, of_y: dict[int, Row]) -> list[Row]:
+    """
+    Blame xhat for the errors of mean(g) and mean(g xhat) if one shift of xhat in each row gives both.
+
+    A shift a adds a mean(g xhat) to dx / rstd, and xhat times a mean(g). Three rows show that it is no
+    chance; fewer, if y has a shift too.
+    """
+    parts = "mean(g)", "mean(g xhat)"
+    kept = [row for row in rows if all(part in row.numbers for part in parts)]
+    in_y = all(row.index in of_y and of_y[row.index].sure("mean") for row in kept)
+    if not kept or (len(kept) < 3 and not in_y):
+        return rows
+    at = [row.index for row in kept]
+    g, *means = limits.terms_of_dx()
+    mean_g, slope = (mean[at, 0] for mean in means)
+    (c, d), errors = _pairs(kept, parts)
+    size, blur = np.hypot(mean_g, slope), np.hypot(*errors)
+    shift, across = (c * slope + d * mean_g) / size**2, np.abs(c * mean_g - d * slope) / size
+    # Eight roundings: those of the two means themselves.
+    allowed = SURE * blur + 8 * limits.u * np.abs(g).mean(axis=-1)[at]
+    if not (across <= allowed).all() or not (np.abs(shift) * size > 2 * allowed).any():
+        return rows
+    changed = {}
+    for row, a, error in zip(kept, shift, blur / size, strict=True):
+        shares = {name: share for name, share in row.shares.items() if name not in parts}
+        shares["xhat"] = sum(row.shares.get(part, 0.0) for part in parts)
+        numbers = row.numbers | {"mean": (-float(a), float(error))}
+        changed[row.index] = row._replace(numbers=numbers, shares=shares)
+    return [changed.get(row.index, row) for row in rows]
+
+
+def _pairs(rows: list[Row], names: tuple[str, ...]) -> tuple[Array, Array]:
+    """Return the numbers of these names in rows, and their standard errors, each (names, rows)."""
+    pairs = np.array([[row.numbers[name] for row in rows] for name in names])
+    return pairs[..., 0], pairs[..., 1]
 
 
 def split_sums(error: Array, exact: Array, known: Array, dtype: Any, roundings: Array) -> Row:
     """
-    Split the errors of dgamma or dbeta into xhat's, a common factor, the order of sums, the last rounding.
+    Split the errors of dgamma or dbeta: statistics, a common factor, the order of sums, the last rounding.
 
     `known` is the error that comes with xhat; `roundings` are those of the whole sum of magnitudes.
     """
@@ -156,13 +175,14 @@ def split_sums(error: Array, exact: Array, known: Array, dtype: Any, roundings: 
     row = fit(0, left, {"factor": exact}, last) if enough else Row(0, {}, {"rest": 1.0})
     factor = row.numbers["factor"][0] if row.sure("factor") else 0.0
     rest = left - factor * exact
-    # Twice the bound of the last rounding: then the sums were off before it.
-    is_order = bool((np.abs(rest) > 2 * last).any())
-    parts = {"xhat": known, "factor": factor * exact, "order" if is_order else "last": rest}
+    excess = np.abs(rest) / np.where(roundings > 0, roundings, 1)
+    # Twice the bound of the last rounding: the sums were off before it, by more than their terms?
+    name = "last" if (np.abs(rest) <= 2 * last).all() else "order" if (excess > 4).any() else "rest"
+    parts = {"statistics": known, "factor": factor * exact, name: rest}
     squares = {name: float(part @ part) for name, part in parts.items()}
     total = sum(squares.values()) or 1.0
     shares = {name: square / total for name, square in squares.items()}
-    return row._replace(shares=shares, excess=np.abs(rest) / np.where(roundings > 0, roundings, 1))
+    return row._replace(shares=shares, excess=excess)
 
 
 class Cause(NamedTuple):
@@ -184,7 +204,7 @@ def cause_of_mean(rows: list[Row], limits: Limits) -> Cause | None:
         return None
     at = [row.index for row in rows]
     r, m = limits.rstd[at, 0], limits.mean[at, 0]
-    numbers, errors = np.array([row.numbers["mean"] for row in rows]).T
+    (numbers,), (errors,) = _pairs(rows, ("mean",))
     scale = 1 + np.array([row.numbers.get("rstd", (0.0,))[0] for row in rows])
     # The error of the mean itself.
     off, blur = -numbers / scale / r, SURE * errors / abs(scale) / r
@@ -214,11 +234,11 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
         return None
     at, n = [row.index for row in rows], limits.n
     r, m = limits.rstd[at, 0], limits.mean[at, 0]
-    off, errors = np.array([row.numbers["rstd"] for row in rows]).T
+    (off,), (errors,) = _pairs(rows, ("rstd",))
     shifts = np.array([row.numbers.get("mean", (0.0,))[0] for row in rows])
     # An error of the mean adds its square to the variance.
     var = np.maximum(r**-2 - eps, 0)
-    seen = var + (shifts / (1 + off) / r) ** 2
+    seen = var + (np.where(np.abs(off) < 0.5, shifts / (1 + off), 0) / r) ** 2
     blur, worst = SURE * errors, np.abs(off).max()
     said = f"off by up to {100 * worst:.3g} %" if worst > 1e-3 else f"off by up to {worst:.1e}"
     # rstd of a variance summed in blocks errs by less; no other sum meets a formula in all rows.
@@ -228,7 +248,8 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
             return Cause(f"{said}: {words}", ADVICE[advice])
     left = np.abs(off - (seen + eps) ** -0.5 / r + 1)
     if (left <= close).all():
-        return Cause(f"{said}: its own roundings", "")
+        own = "its own roundings" if worst < 8 * limits.u else "the square of the error of the mean"
+        return Cause(f"{said}: {own}", "")
     if (left <= blur + limits.own_scale[at, 0]).all():
         return Cause(said, ADVICE["sum"])
     # What the rounding of x**2 and mean**2 may take from the variance, relative to var + eps.
@@ -267,14 +288,14 @@ def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause:
     exact = (mean_g if part == "mean(g)" else slope)[at, 0]
     size = np.abs(g if part == "mean(g)" else g * limits.xhat).mean(axis=-1)[at]
     # It is subtracted: what is too small leaves some of it.
-    off, errors = np.array([row.numbers[part] for row in rows]).T
+    (off,), (errors,) = _pairs(rows, (part,))
     # Other sums, and the shift of xhat that y shows, may be off as well.
     shifts = np.array([row.numbers.get("mean", (0.0,))[0] for row in rows])
     allowed = SURE * errors + (limits.additions(n) * limits.u + abs(shifts)) * size
     for words, advice, factor in (
-        ("it is missing", "missing", 1.0),
-        ("it is divided by n - 1", "divided", -1 / max(n - 1, 1)),
-        ("it is not divided by n", "divided", 1.0 - n),
+        ("which is missing", "missing", 1.0),
+        ("which is divided by n - 1", "divided", -1 / max(n - 1, 1)),
+        ("which is not divided by n", "divided", 1.0 - n),
     ):
         if fits(off, factor * exact, allowed):
             return Cause(words, ADVICE[advice])
@@ -294,12 +315,27 @@ def in_sums(rows: list[Row], limits: Limits) -> Array:
 
 
 def cause_of_rest(row: Row, limits: Limits, noise: Array) -> Cause | None:
-    """Name the error of y that its elements do not share; `noise` is that of all rows. None: roundings."""
-    if np.all(row.excess <= 1):
+    """Name what no statistic explains in a row of y or dx; None: roundings. `noise` is that of y, or empty."""
+    # These may add up to more than their bound, which leaves out a factor near 1.
+    if np.all(row.excess <= 2):
         return None
-    i = row.index
-    before = np.abs(limits.rstd[i] * limits.x[i]) + np.abs(limits.mean[i] * limits.rstd[i])
-    # Four roundings of x * a + b.
-    if (row.excess * noise[i] <= noise[i] + 4 * limits.ue * before * np.abs(limits.gamma)).all():
-        return Cause("x is scaled before the mean is subtracted", ADVICE["scaled"])
-    return Cause(f"up to {digits(float(np.max(row.excess)))} times what these explain", "")
+    i, worst = row.index, digits(float(np.max(row.excess)))
+    if noise.size:
+        # Four roundings of x * a + b.
+        allowed = noise[i] + 4 * limits.ue * limits.before[i] * np.abs(limits.gamma)
+        if (row.excess * noise[i] <= allowed).all():
+            return Cause("x is scaled before the mean is subtracted", ADVICE["scaled"])
+    return Cause(f"up to {worst} times what roundings explain", "")
+
+
+def cause_of_order(actual: Array, row: Row, form: Format, rows: int) -> Cause:
+    """Name what is wrong with sums over rows, whose error is `row.excess` roundings of their magnitudes."""
+    most = float(np.max(row.excess))
+    for narrow in (BFLOAT16, FLOAT16):
+        if narrow.digits < form.digits and np.array_equal(rounded(actual, narrow), actual):
+            return Cause(f"summed in {narrow.dtype.name}", ADVICE["kept"])
+    if most > rows + 4:
+        return Cause("off by more than any order explains", "")
+    # A sum in pairs rounds each term so often.
+    is_long = most > math.log2(rows) + 1
+    return Cause(f"{digits(most)} roundings of the sum of magnitudes", ADVICE["order"] * is_long)

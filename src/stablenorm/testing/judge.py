@@ -1,0 +1,348 @@
+"""Judge a kernel on hard inputs of all lengths and layouts: its digits, not its mathematics."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.formats import parse
+from stablenorm.testing.asserts import Judged, described, examine, explain, judge_output
+from stablenorm.testing.attribution import digits
+from stablenorm.testing.families import FAMILIES, Case, make_case
+from stablenorm.testing.limits import Arithmetic, Limits, Statistics
+from stablenorm.text import columns
+from stablenorm.types import Array
+
+# Rows around which kernels branch: one element, a warp, four, a block of 1024, and the widths of models.
+LENGTHS = (1, 2, 3, 31, 32, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 4096, 5120, 16384)
+LAYOUTS = "contiguous", "rows apart", "one element off", "columns apart"
+OUTPUTS = "y", "dx", "dgamma", "dbeta"
+# A running sum in float32 of as many equal terms shows its order: 2**17 is a second of this check.
+_MANY = 2**17
+
+
+class Problem(NamedTuple):
+    """One input: a family, a dtype, the shape of x, and how x and dy lie in memory."""
+
+    family: str
+    dtype: str
+    n: int
+    rows: int
+    layout: str
+
+    def case(self) -> Case:
+        """Return the arrays."""
+        if self.family == "many rows":
+            ones = np.ones((self.rows, self.n), self.dtype)
+            return Case(ones, ones[0], ones[0], 1e-5, ones * ones.dtype.type(0.1))
+        return make_case(self.family, parse(self.dtype), self.n, self.rows)
+
+    def __str__(self) -> str:
+        """Return the problem in words."""
+        return f"{self.family}, {self.dtype}, {self.rows} x {self.n}, {self.layout}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    The verdict on one problem.
+
+    Attributes
+    ----------
+    problem : Problem
+        The input.
+    ulps, shares : dict of str to float
+        For each output, the largest error in ulp, and the largest part of a limit. Outputs of which
+        no element has a limit are left out: they are beyond the declared arithmetic.
+    declined : str
+        What the kernel raised; empty if it took the input.
+    wrong : str
+        What is wrong with what it returned, if it cannot be judged.
+    """
+
+    problem: Problem
+    ulps: dict[str, float]
+    shares: dict[str, float]
+    declined: str = ""
+    wrong: str = ""
+
+    @property
+    def share(self) -> float:
+        """The largest part of a limit; infinite for what cannot be judged."""
+        return math.inf if self.wrong else max(self.shares.values(), default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no limit is exceeded."""
+        return self.share <= 1
+
+
+@dataclass(frozen=True)
+class JudgeReport:
+    """
+    The verdicts of `judge`.
+
+    Attributes
+    ----------
+    verdicts : tuple of Verdict
+        One for each problem.
+    same : dict of str to str
+        For "twice" and "alone or in a batch": "the same bits", or where they differ.
+    about : str
+        The declared arithmetic in words.
+    worst : str
+        The problem that is closest to its limit, or farthest beyond it: the report of `explain`, and a
+        test to paste.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    same: dict[str, str]
+    about: str
+    worst: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether no limit is exceeded, and something was judged."""
+        return all(v.passed for v in self.verdicts) and any(v.shares for v in self.verdicts)
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        failed = [v for v in self.verdicts if not v.passed]
+        declined = [v for v in self.verdicts if v.declined]
+        beyond = [v for v in self.verdicts if not (v.shares or v.declined or v.wrong)]
+        head = f"{'PASS' if self.passed else 'FAIL'}: {len(self.verdicts)} inputs, {len(failed)} fail"
+        counts = {"declined": declined, "beyond the declared arithmetic": beyond}
+        head += "".join(f", {len(them)} {words}" for words, them in counts.items() if them)
+        bits = [f"{words}: {said}" for words, said in self.same.items()]
+        reasons = dict.fromkeys(f"declined: {v.declined}" for v in declined)
+        lines = [head, self.about, "", *columns(self.table()), "", *bits, *list(reasons)[:3]]
+        return "\n".join([*lines, "", self.worst])
+
+    def table(self) -> list[list[str]]:
+        """Return the cells of the table: for each family and output the worst ulp, and the part of a limit."""
+        shown = [name for name in OUTPUTS if any(name in v.shares for v in self.verdicts)]
+        rows = [["worst ulp, share of the limit", *shown]]
+        for family in dict.fromkeys(v.problem.family for v in self.verdicts):
+            own = [v for v in self.verdicts if v.problem.family == family]
+            title = f"{family} {FAMILIES[family].title}" if family in FAMILIES else family
+            wrong = "wrong " * any(v.wrong for v in own)
+            rows.append([title, *(wrong + _cell(own, name) for name in shown)])
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return vars(self) | {"passed": self.passed}
+
+
+def _cell(verdicts: list[Verdict], name: str) -> str:
+    shares = [v.shares[name] for v in verdicts if name in v.shares]
+    if not shares:
+        return "-"
+    ulps = max(v.ulps[name] for v in verdicts if name in v.ulps)
+    return f"{digits(ulps)} {_percent(max(shares)):>6}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 1 else f"{digits(share)} x"
+
+
+def judge(
+    forward: Callable[..., Any], backward: Callable[..., Any] | None = None, *, kind: str = "layer",
+    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"), families: Sequence[str] | None = None,
+    full: bool = False, convert: Callable[[Array], Any] | None = None,
+    back: Callable[[Any], Array] = np.asarray, progress: Callable[[int, int], object] | None = None,
+    **declared: Any,
+) -> JudgeReport:  # fmt: skip
+    """
+    Judge a kernel on hard inputs, by limits that follow from its arithmetic.
+
+    Parameters
+    ----------
+    forward : function
+        ``forward(x, gamma, beta, eps)`` returns y, or y and a cache.
+    backward : function, optional
+        ``backward(dy, cache)`` returns dx, dgamma and dbeta; None for one that it does not compute.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm.
+    dtypes : sequence of str, default: float32, bfloat16 and float16
+        The dtypes of all arrays.
+    families : sequence of str, optional
+        Names of hard inputs; default: all finite ones.
+    full : bool, default: False
+        Whether every family meets every length, dtype and layout; otherwise every pair of these occurs.
+    convert, back : function, optional
+        From a NumPy array to the kernel's own, and back. Default: NumPy's arrays, and `numpy.asarray`.
+    progress : function, optional
+        Called with the numbers of inputs done and of all.
+    **declared : Any
+        How the kernel computes: see `Arithmetic`.
+
+    Returns
+    -------
+    JudgeReport
+        The verdicts; its text is a table and the worst input.
+
+    Notes
+    -----
+    An input that the kernel declines by an exception is no failure. Of rows longer than 1025 there is
+    one, or as few as the family needs.
+
+    Examples
+    --------
+    >>> from stablenorm import layer_norm
+    >>> judge(layer_norm, dtypes=["float32"], families=["F01"]).passed
+    True
+    """
+    run = _Kernel(forward, backward, convert or (lambda array: array), back)
+    arithmetic = Arithmetic(**declared)
+    problems = list(_problems(dtypes, families or [n for n, f in FAMILIES.items() if f.finite], full))
+    verdicts = []
+    for done, problem in enumerate(problems):
+        verdicts.append(_judge(run, problem, kind, arithmetic))
+        if progress:
+            progress(done + 1, len(problems))
+    worst = max(verdicts, key=lambda verdict: verdict.share)
+    about = described(arithmetic.for_data(np.empty(0, parse(dtypes[0]))))
+    same = _same_bits(run, dtypes)
+    return JudgeReport(tuple(verdicts), same, about, _pasted(run, worst, kind, declared))
+
+
+def _problems(dtypes: Sequence[str], families: Sequence[str], full: bool) -> Iterator[Problem]:
+    for i, family in enumerate(families):
+        for k, n in enumerate(LENGTHS):
+            # Every two of family, length, dtype and layout meet: i + k and 3 i + k run through all.
+            every = [(dtype, layout) for dtype in dtypes for layout in LAYOUTS]
+            one = dtypes[(i + k) % len(dtypes)], LAYOUTS[(3 * i + k) % len(LAYOUTS)]
+            few = FAMILIES[family].smallest_rows
+            rows = few if n > 1025 else max(2, few)
+            for dtype, layout in every if full else [one]:
+                if not FAMILIES[family].why_not(parse(dtype), n, rows):
+                    yield Problem(family, dtype, n, rows, layout)
+    for dtype in dtypes:
+        yield Problem("F01", dtype, 33, 1000, "contiguous")
+        yield Problem("many rows", dtype, 1, _MANY, "contiguous")
+
+
+class _Kernel(NamedTuple):
+    """The functions of a kernel, and what converts its arrays."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    convert: Callable[[Array], Any]
+    back: Callable[[Any], Array]
+
+    def __call__(self, case: Case, layout: str = "contiguous") -> dict[str, Array]:
+        """Return the outputs by name."""
+        x, dy = (self.convert(laid_out(a, layout)) for a in (case.x, case.dy))
+        gamma, beta = (self.convert(a.copy()) for a in (case.gamma, case.beta))
+        with np.errstate(all="ignore"):
+            returned = self.forward(x, gamma, beta, case.eps)
+            y, cache = returned if isinstance(returned, tuple) else (returned, None)
+            results = [y]
+            if self.backward is not None:
+                results += self.backward(dy, cache)
+            pairs = zip(OUTPUTS, results, strict=False)
+            return {name: np.asarray(self.back(a)) for name, a in pairs if a is not None}
+
+
+def laid_out(array: Array, layout: str) -> Array:
+    """Return a copy of an array with a layout; NaN lies between its elements."""
+    rows, n = array.shape
+    sizes = {"rows apart": (rows, n + 3), "columns apart": (rows, 2 * n), "one element off": (array.size + 1,)}
+    memory = np.full(sizes.get(layout, array.shape), np.nan, array.dtype)
+    views = {
+        "rows apart": lambda: memory[:, :n],
+        "columns apart": lambda: memory[:, ::2],
+        "one element off": lambda: memory[1:].reshape(rows, n),
+    }
+    view = views.get(layout, lambda: memory)()
+    view[...] = array
+    return view
+
+
+def _judge(run: _Kernel, problem: Problem, kind: str, declared: Arithmetic) -> Verdict:
+    case = problem.case()
+    try:
+        results = run(case, problem.layout)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises
+        text = " ".join(str(error).split())[:200]
+        return Verdict(problem, {}, {}, declined=f"{type(error).__name__}: {text}")
+    try:
+        if problem.family == "many rows":
+            judged = _of_many(results, case, kind, declared)
+        else:
+            x, gamma, beta, eps, dy = case
+            data = {"x": x, "gamma": gamma, "beta": beta, "dy": dy}
+            judged = examine(results, data, eps, kind, declared)[0]
+    except (TypeError, ValueError) as error:
+        return Verdict(problem, {}, {}, wrong=str(error))
+    kept = {name: one for name, one in judged.items() if one.beyond < 1}
+    ulps = {
+        name: float(np.abs(one.error / one.ulp)[np.isfinite(one.limit)].max())
+        for name, one in kept.items()
+    }
+    shares = {name: float(one.shares.max()) for name, one in kept.items()}
+    return Verdict(problem, ulps, shares)
+
+
+def _of_many(
+    results: dict[str, Array], case: Case, kind: str, declared: Arithmetic
+) -> dict[str, Judged]:
+    """Judge dbeta alone, a sum of equal terms that one product gives exactly."""
+    if "dbeta" not in results:
+        return {}
+    ones = np.ones((len(case.x), 1))
+    statistics = Statistics(ones, ones, 0 * ones)
+    limits = Limits(
+        case.x, case.gamma, case.beta, case.dy, statistics, declared.for_data(case.x), kind
+    )
+    exact = np.array([float(len(case.dy) * Fraction(float(case.dy[0, 0])))])
+    return {"dbeta": judge_output("dbeta", results["dbeta"], exact, limits)}
+
+
+def _same_bits(run: _Kernel, dtypes: Sequence[str]) -> dict[str, str]:
+    """Compare two runs, and one row alone with the same in a batch, bit by bit."""
+    differ: dict[str, list[str]] = {"twice": [], "a row alone and in a batch": []}
+    for dtype in dtypes:
+        # Eight rows: a kernel may take rows in groups.
+        case = make_case("F01", parse(dtype), 1000, 8)
+        try:
+            first, second = run(case), run(case)
+            alone = run(case._replace(x=case.x[:1], dy=case.dy[:1]))
+        except Exception:  # noqa: BLE001 - it declines this input
+            continue
+        for name, array in first.items():
+            if array.tobytes() != second[name].tobytes():
+                differ["twice"].append(f"{dtype} {name}")
+            # dgamma and dbeta are other sums there.
+            if name in {"y", "dx"} and array[:1].tobytes() != alone[name].tobytes():
+                differ["a row alone and in a batch"].append(f"{dtype} {name}")
+    return {
+        words: f"other bits of {', '.join(names)}" if names else "the same bits"
+        for words, names in differ.items()
+    }
+
+
+def _pasted(run: _Kernel, worst: Verdict, kind: str, declared: dict[str, Any]) -> str:
+    """Return the report on the worst problem, and lines of Python that repeat it."""
+    problem = worst.problem
+    head = f"closest to its limit: {problem}" if worst.passed else f"the worst: {problem}"
+    if worst.wrong or worst.declined or problem.family == "many rows":
+        return f"{head}\n  {worst.wrong or worst.declined}".rstrip()
+    case, results = problem.case(), run(problem.case(), problem.layout)
+    x, gamma, beta, eps, dy = case
+    report = explain(results.pop("y"), x, gamma, beta, eps, dy=dy, **results, kind=kind, **declared)
+    options = "".join(f", {name}={value!r}" for name, value in declared.items())
+    given = "".join(f", {name}={name}" for name in results)
+    given = f", dy=dy{given}" * bool(results)
+    lines = [
+        f'x, gamma, beta, eps, dy = make_case("{problem.family}", "{problem.dtype}", {problem.n}, {problem.rows})',
+        "y, cache = forward(x, gamma, beta, eps)" if results else "y = forward(x, gamma, beta, eps)",
+        *["dx, dgamma, dbeta = backward(dy, cache)"] * bool(results),
+        f"assert_{kind}_norm(y, x, gamma, beta, eps{given}{options})",
+    ]
+    body = str(report).split("\n", 1)[1]
+    return "\n".join([head, body, "to paste into a test:", *(f"    {line}" for line in lines)])
