@@ -10,7 +10,7 @@ from stablenorm.check.differences import name_pattern
 from stablenorm.formats import check_dtype, format_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import attribution
-from stablenorm.testing.attribution import ADVICE, Cause, Row, digits
+from stablenorm.testing.attribution import ADVICE, Cause, Row, digits, percent
 from stablenorm.testing.limits import FAILURE, Arithmetic, Limits, Statistics, half_ulp
 from stablenorm.text import number, shape_text
 from stablenorm.types import Array
@@ -39,9 +39,15 @@ class Judged(NamedTuple):
 
     @property
     def shares(self) -> Array:
-        """The errors as parts of their limits; 0 where the limit is infinite."""
+        """
+        The errors as parts of their limits, both less the last rounding; 0 where the limit is infinite.
+
+        So 0 is correctly rounded, and 1 is as far off as the declared arithmetic may be.
+        """
+        last = self.ulp / 2
         with np.errstate(all="ignore"):
-            return np.where(np.isfinite(self.limit), np.abs(self.error) / self.limit, 0.0)
+            beyond = np.maximum(np.abs(self.error) - last, 0) / (self.limit - last)
+            return np.where(np.isfinite(self.limit), beyond, 0.0)
 
     @property
     def passed(self) -> bool:
@@ -96,10 +102,10 @@ def _line(judged: Judged) -> str:
     above, pattern = f"  {judged.name}: ", f": {name_pattern(judged.shares > 1)}"
     if beyond == 1:
         return above + "beyond the declared arithmetic, which promises nothing here"
-    left_out = f"; {100 * beyond:.2g} % of the elements are beyond the declared arithmetic" * (beyond > 0)
+    left_out = f"; {percent(beyond)} of the elements are beyond the declared arithmetic" * (beyond > 0)
     if judged.passed:
         ulps = np.abs(judged.error / judged.ulp)[np.isfinite(judged.limit)].max()
-        return above + f"PASS, at most {digits(ulps)} ulp, {100 * share:.2g} % of a limit" + left_out
+        return above + f"PASS, at most {digits(ulps)} ulp, {percent(share)} of a limit" + left_out
     count = int((judged.shares > 1).sum())
     plural = "elements exceed their limits" if count > 1 else "element exceeds its limit"
     return above + f"FAIL, {count} of {judged.error.size} {plural}" + pattern * (not pattern[2].isdigit()) + left_out
@@ -186,13 +192,11 @@ def examine(
         msg = "x must be an array, got None"
         raise TypeError(msg)
     check_dtype("x", x)
-    exact, bare = oracle(x, gamma, beta, eps, dy), oracle(x, eps=eps)
-    limits = Limits(
-        x, gamma, beta, dy, Statistics.of(bare, eps), declared.for_data(x), kind
-    )
+    exact = oracle(x, gamma, beta, eps, dy)
+    limits = Limits(x, gamma, beta, dy, Statistics.of(exact), declared.for_data(x), kind)
     with np.errstate(all="ignore"):
         judged = {
-            name: judge_output(name, np.asarray(output), exact.rounded(name, np.float64), limits)
+            name: judge_output(name, np.asarray(output), exact.floats(name), limits)
             for name, output in results.items()
             if output is not None
         }
@@ -330,7 +334,7 @@ def _parts(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> s
     for part, share in sorted(shares.items(), key=lambda item: -item[1]):
         # Below a twentieth of the squared error, nothing is won by mending it.
         if share >= 0.05:
-            much = "all of it" if share > 0.995 else f"{100 * share:.0f} % of it"
+            much = "all of it" if share > 0.995 else f"{percent(share)} of it"
             cause = causes.get(part) or Cause("", "")
             name = "the rest" if part == "rest" and cause.words else _NAMES.get(part, part)
             words.append(f"{much} is {name}" + f", {cause.words}" * bool(cause.words))

@@ -339,3 +339,8 @@ def cause_of_order(actual: Array, row: Row, form: Format, rows: int) -> Cause:
     # A sum in pairs rounds each term so often.
     is_long = most > math.log2(rows) + 1
     return Cause(f"{digits(most)} roundings of the sum of magnitudes", ADVICE["order"] * is_long)
+
+
+def percent(share: float) -> str:
+    """Write a share in percent, two digits; a multiple of the whole from ten times on."""
+    return f"{digits(share)} times" if share >= 10 else f"{100 * share:.{0 if share >= 0.1 else 1}f} %"

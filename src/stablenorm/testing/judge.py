@@ -10,7 +10,7 @@ import numpy as np
 
 from stablenorm.formats import parse
 from stablenorm.testing.asserts import Judged, described, examine, explain, judge_output
-from stablenorm.testing.attribution import digits
+from stablenorm.testing.attribution import digits, percent
 from stablenorm.testing.families import FAMILIES, Case, make_case
 from stablenorm.testing.limits import Arithmetic, Limits, Statistics
 from stablenorm.text import columns
@@ -142,11 +142,7 @@ def _cell(verdicts: list[Verdict], name: str) -> str:
     if not shares:
         return "-"
     ulps = max(v.ulps[name] for v in verdicts if name in v.ulps)
-    return f"{digits(ulps)} {_percent(max(shares)):>6}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 1 else f"{digits(share)} x"
+    return f"{digits(ulps)} {percent(max(shares)):>7}"
 
 
 def judge(

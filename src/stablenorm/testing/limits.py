@@ -7,15 +7,12 @@ kernels" of the page "Error analysis" has the proof, step by step, in the names 
 
 import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.formats import FLOAT32, FLOAT64, Format, check_dtype, format_of, parse
 from stablenorm.oracle import ExactNorm
-from stablenorm.oracle.rounding import quotient
-from stablenorm.oracle.surds import enclose_root
 from stablenorm.types import Array
 
 # The chance of a false alarm in one call, of all its elements together: of a thousand tests that run
@@ -85,16 +82,11 @@ class Statistics(NamedTuple):
     xhat: Array
 
     @classmethod
-    def of(cls, bare: ExactNorm, eps: float) -> "Statistics":
-        """Return those of an exact norm without gamma and beta, whose y is xhat."""
-        means, roots = [], []
-        for row in range(bare.rows):
-            means.append(float(bare.mean(row)))
-            variance = bare.var(row) + Fraction(eps)
-            low, _, exponent = enclose_root(1 / variance, 64) if variance else (0, 0, 0)
-            roots.append(quotient(low, 1, exponent) or math.nan)
-        mean, rstd = (np.array(numbers)[:, None] for numbers in (means, roots))
-        return cls(mean, rstd, bare.rounded("y", np.float64).reshape(bare.rows, bare.n))
+    def of(cls, exact: ExactNorm) -> "Statistics":
+        """Return those of an exact norm."""
+        rows = range(exact.rows)
+        mean, rstd = np.array([[(float(exact.mean(i)), exact.rstd(i))] for i in rows]).T
+        return cls(mean.T, rstd.T, exact.floats("xhat").reshape(exact.rows, exact.n))
 
 
 @dataclass(frozen=True)
