@@ -148,9 +148,10 @@ def _cell(verdicts: list[Verdict], name: str) -> str:
 def judge(
     forward: Callable[..., Any], backward: Callable[..., Any] | None = None, *, kind: str = "layer",
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16"), families: Sequence[str] | None = None,
-    full: bool = False, convert: Callable[[Array], Any] | None = None,
-    back: Callable[[Any], Array] = np.asarray, progress: Callable[[int, int], object] | None = None,
-    **declared: Any,
+    full: bool = False, parameters: Sequence[str] | None = None,
+    convert: Callable[[Array], Any] | None = None,
+    back: Callable[[Any], Array] = np.asarray,
+    progress: Callable[[int, int], object] | None = None, **declared: Any,
 ) -> JudgeReport:  # fmt: skip
     """
     Judge a kernel on hard inputs, by limits that follow from its arithmetic.
@@ -169,6 +170,9 @@ def judge(
         Names of hard inputs; default: all finite ones.
     full : bool, default: False
         Whether every family meets every length, dtype and layout; otherwise every pair of these occurs.
+    parameters : sequence of str, optional
+        Those of "gamma" and "beta" that the kernel takes; the others are None. Default: both, and gamma
+        alone for an RMS norm.
     convert, back : function, optional
         From a NumPy array to the kernel's own, and back. Default: NumPy's arrays, and `numpy.asarray`.
     progress : function, optional
@@ -192,7 +196,8 @@ def judge(
     >>> judge(layer_norm, dtypes=["float32"], families=["F01"]).passed
     True
     """
-    run = _Kernel(forward, backward, convert or (lambda array: array), back)
+    takes = parameters or (("gamma", "beta") if kind == "layer" else ("gamma",))
+    run = _Kernel(forward, backward, convert or (lambda array: array), back, tuple(takes))
     arithmetic = Arithmetic(**declared)
     problems = list(_problems(dtypes, families or [n for n, f in FAMILIES.items() if f.finite], full))
     verdicts = []
@@ -229,19 +234,27 @@ class _Kernel(NamedTuple):
     backward: Callable[..., Any] | None
     convert: Callable[[Array], Any]
     back: Callable[[Any], Array]
+    takes: tuple[str, ...]
+
+    def case(self, problem: Problem) -> Any:
+        """Return the arrays of a problem, None for a parameter that the kernel does not take."""
+        case = problem.case()
+        return case._replace(**{name: None for name in ("gamma", "beta") if name not in self.takes})
 
     def __call__(self, case: Case, layout: str = "contiguous") -> dict[str, Array]:
         """Return the outputs by name."""
         x, dy = (self.convert(laid_out(a, layout)) for a in (case.x, case.dy))
-        gamma, beta = (self.convert(a.copy()) for a in (case.gamma, case.beta))
+        gamma, beta = (None if a is None else self.convert(a.copy()) for a in case[1:3])
         with np.errstate(all="ignore"):
             returned = self.forward(x, gamma, beta, case.eps)
             y, cache = returned if isinstance(returned, tuple) else (returned, None)
             results = [y]
             if self.backward is not None:
                 results += self.backward(dy, cache)
+            # A gradient may be None, or what says why it is missing.
             pairs = zip(OUTPUTS, results, strict=False)
-            return {name: np.asarray(self.back(a)) for name, a in pairs if a is not None}
+            wanted = {"y", "dx", *(f"d{name}" for name in self.takes)}
+            return {name: self.back(a) for name, a in pairs if name in wanted and hasattr(a, "shape")}
 
 
 def laid_out(array: Array, layout: str) -> Array:
@@ -260,7 +273,7 @@ def laid_out(array: Array, layout: str) -> Array:
 
 
 def _judge(run: _Kernel, problem: Problem, kind: str, declared: Arithmetic) -> Verdict:
-    case = problem.case()
+    case = run.case(problem)
     try:
         results = run(case, problem.layout)
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises
@@ -304,7 +317,7 @@ def _same_bits(run: _Kernel, dtypes: Sequence[str]) -> dict[str, str]:
     differ: dict[str, list[str]] = {"twice": [], "a row alone and in a batch": []}
     for dtype in dtypes:
         # Eight rows: a kernel may take rows in groups.
-        case = make_case("F01", parse(dtype), 1000, 8)
+        case = run.case(Problem("F01", dtype, 1000, 8, "contiguous"))
         try:
             first, second = run(case), run(case)
             alone = run(case._replace(x=case.x[:1], dy=case.dy[:1]))
@@ -328,7 +341,7 @@ def _pasted(run: _Kernel, worst: Verdict, kind: str, declared: dict[str, Any]) -
     head = f"closest to its limit: {problem}" if worst.passed else f"the worst: {problem}"
     if worst.wrong or worst.declined or problem.family == "many rows":
         return f"{head}\n  {worst.wrong or worst.declined}".rstrip()
-    case, results = problem.case(), run(problem.case(), problem.layout)
+    case, results = run.case(problem), run(run.case(problem), problem.layout)
     x, gamma, beta, eps, dy = case
     report = explain(results.pop("y"), x, gamma, beta, eps, dy=dy, **results, kind=kind, **declared)
     options = "".join(f", {name}={value!r}" for name, value in declared.items())
