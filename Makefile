@@ -13,6 +13,8 @@ help:  ## show this list
 
 # What is compiled; without a compiler it is left out, and said so.
 NATIVE := CMakeLists.txt $(wildcard src/stablenorm/native/*.cpp src/stablenorm/native/*.h)
+# What .clang-format lays out.
+CPP := $(foreach end,cpp h cu cuh,$(wildcard src/stablenorm/*/*.$(end) tests/*.$(end) tests/shim/*.$(end)))
 ifeq ($(shell command -v $(or $(CXX),c++)),)
 export STABLENORM_PURE := 1
 endif
@@ -45,11 +47,16 @@ test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/lint-imports
 	$(BIN)/numpydoc lint $(PUBLIC)
 	$(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: wheel
+.PHONY: wheel format
+format: $(VENV)/.dev  ## lay out Python, C++ and CUDA as `make test` asks
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
 # README's examples, run from the wheel alone: -I, lest this folder be found first.
 wheel: $(VENV)/.dev  ## build sdist and wheel; install the wheel into an empty environment, run README there
 	rm -rf build/wheel

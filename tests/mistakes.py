@@ -127,14 +127,14 @@ MISTAKES: dict[str, Mistake] = {
         "rstd is kept in float32 in dx"),
     "mean rounded to bf16": Mistake(
         _with_dx(lambda g, c: _dx(g, (c.x - c.mean.astype(bfloat16).astype(c.x.dtype)) * c.rstd, c.rstd)),
-        "the mean is kept in bfloat16 in dx"),
+        "the mean is kept in bfloat16 in the xhat term in dx"),
 }
 
 RMS_MISTAKES: dict[str, Mistake] = {
     "mean(g) subtracted": Mistake(backward, "the mean of g is subtracted in dx"),
     "mean(x) subtracted": Mistake(
         _with_dx(lambda g, c: _rms_dx(g, (c.x - row_mean(c.x)) * c.rstd, c.rstd)),
-        "the mean of x is subtracted in dx"),
+        "the mean of x is subtracted in the xhat term in dx"),
     "xhat term missing": Mistake(
         _with_dx(lambda g, c: c.rstd * g), "the xhat term is missing from dx"),
     "xhat term not divided by n": Mistake(

@@ -393,15 +393,6 @@ def test_a_file_has_its_status_and_words_that_say_why(text, options, status, wor
     assert ("note: not for x of shape" in out) == ("not for x" in words)
 
 
-def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["check", write(CORE + USUAL)]) == 0
-    err = capsys.readouterr().err
-    assert "\x1b[K\rcomparing: 3 of " in err
-    assert err.endswith("comparing: 29 of 29\x1b[K\r\x1b[K\r")
-
-
 CODE = CORE + USUAL
 # Files, run in a process of their own: options, the status, and words of stderr or, with status 0, of stdout.
 APART = {

@@ -76,12 +76,12 @@ def findings(report, layer, verdict):
 def test_right_float32_code_passes_by_the_closed_form():
     """Differences are too coarse here, and even call an element wrong."""
     args = data(1, (32, 768), 1e4, np.float32)
-    report = check_layer_norm(forward, backward, *args, rng=1, probes=1)
+    report = check_layer_norm(forward, backward, *args, rng=1)
     assert report.verdict == "PASS", str(report)
     assert "closed form" in {result.method for result in report.arguments}
     # This offset leaves no digits.
     args = data(0, (4, 768), 1e6, np.float32)
-    report = check_layer_norm(forward, backward, *args, rng=0, max_elements=2, probes=1)
+    report = check_layer_norm(forward, backward, *args, rng=0)
     assert report.verdict == "INCONCLUSIVE", str(report)
 
 
@@ -182,13 +182,11 @@ NAMED = [
     ids=[f"{at}: {row[2]}" for at, row in enumerate(NAMED)],
 )
 def test_a_mistake_is_found_and_named_where_that_is_sure(kind, wrong, diagnosis, blamed, options):
-    elements = {} if blamed else {"max_elements": 4}
-    report = NORMS[kind][0](PLAIN[kind][0], wrong, *data(0, **options), rng=0, probes=1, **elements)
+    report = NORMS[kind][0](PLAIN[kind][0], wrong, *data(0, **options), rng=0)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (() if diagnosis is None else (diagnosis,))
-    failed = [(r.name, r.method) for r in report.arguments if r.verdict == "FAIL"]
-    # Differences found it: the closed form takes over only where they see nothing.
-    assert blamed is None or failed == [(blamed, "secants")]
+    failed = [r.name for r in report.arguments if r.verdict == "FAIL"]
+    assert blamed is None or failed == [blamed]
 
 
 def test_another_eps_or_float32_inside_the_forward_is_told():

@@ -18,7 +18,12 @@
 // ---- threads and memory ----
 
 using Barrier = unsigned long long;
-struct ShimPlace { struct { unsigned x; } thread, block, grid; };
+struct ShimIndex {
+    unsigned x;
+};
+struct ShimPlace {
+    ShimIndex thread, block, grid;
+};
 extern "C" {
 ShimPlace shim_place();
 unsigned char* shim_shared();
@@ -48,7 +53,9 @@ void barrier_expect(Barrier* barrier, int bytes);
 #define __shfl_xor_sync(mask, value, lanes) shim_exchange(value, mask, lanes, __LINE__)
 // Cache operators change the speed of an access alone.
 inline double __ldcg(const double* p) { return *p; }
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 inline void __stcs(uint4* p, uint4 v) { *p = v; }
 
 // ---- the other primitives of layer_norm_device.cuh ----
@@ -57,9 +64,13 @@ inline void __stcs(uint4* p, uint4 v) { *p = v; }
 #define SHIM_BULK 1
 #endif
 constexpr bool HAS_BULK = SHIM_BULK;
-inline void copy_async(void* to, const void* from, int bytes) { shim_copy(to, from, bytes, 16, nullptr); }
+inline void copy_async(void* to, const void* from, int bytes) {
+    shim_copy(to, from, bytes, 16, nullptr);
+}
 inline void copy_async4(void* to, const void* from) { shim_copy(to, from, 4, 4, nullptr); }
-inline void copy_bulk(void* to, const void* from, int bytes, Barrier* b) { shim_copy(to, from, bytes, bytes, b); }
+inline void copy_bulk(void* to, const void* from, int bytes, Barrier* b) {
+    shim_copy(to, from, bytes, bytes, b);
+}
 template <int left> inline void wait_copies() { shim_wait_copies(left); }
 inline void barrier_arrive(Barrier* b) { barrier_expect(b, 0); }
 #define barrier_wait(barrier, parity) shim_barrier_wait(barrier, parity, __LINE__)
@@ -78,9 +89,14 @@ inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
 inline float __double2float_rn(double v) { return float(v); }
 inline float __double2float_rz(double v) {
     const float near = float(v);
-    return __builtin_fabs(double(near)) > __builtin_fabs(v) ? __builtin_nextafterf(near, 0.0f) : near;
+    return __builtin_fabs(double(near)) > __builtin_fabs(v) ? __builtin_nextafterf(near, 0.0f)
+                                                            : near;
 }
 
 // Conversions that are instructions of the device.
-inline double half_to_double(unsigned short bits) { return double(__builtin_bit_cast(_Float16, bits)); }
-inline unsigned short double_to_half(double v) { return __builtin_bit_cast(unsigned short, (_Float16)v); }
+inline double half_to_double(unsigned short bits) {
+    return double(__builtin_bit_cast(_Float16, bits));
+}
+inline unsigned short double_to_half(double v) {
+    return __builtin_bit_cast(unsigned short, (_Float16)v);
+}

@@ -1,19 +1,20 @@
 // A grid on one thread of the host: every CUDA thread is a fiber, a seed decides which is next.
 //
-// Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in place of the
-// sanitizers' own, so this file sees every access to memory before it is made. An access must lie in a tensor
-// handed over (byte by byte), be aligned, and not read what nobody wrote. It must be ordered after the accesses
-// of other threads to the same four bytes, if one of the two is a write:
-// - __syncthreads orders the threads of a block, __syncwarp those of a warp; who waits at a barrier in shared
-//   memory comes after who arrived there. Nothing else orders them, shuffles do not.
-// - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it has a barrier,
-//   late and out of order.
-// - A fence before an atomic operation in one thread and a fence after one that sees its word in another order the
-//   two: the other sees what the first had seen and done. Atomic operations alone order nothing. `post` and `peek`
-//   are atomic too; but who posts to a word must be ordered after who posted there before, or have read that; and
-//   after all who have read it.
-// The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers that some
-// threads do not reach, and spinning without end, are errors as well.
+// Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in
+// place of the sanitizers' own, so this file sees every access to memory before it is made. An
+// access must lie in a tensor handed over (byte by byte), be aligned, and not read what nobody
+// wrote. It must be ordered after the accesses of other threads to the same four bytes, if one of
+// the two is a write:
+// - __syncthreads orders the threads of a block, __syncwarp those of a warp; who waits at a barrier
+//   in shared memory comes after who arrived there. Nothing else orders them, shuffles do not.
+// - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it
+//   has a barrier, late and out of order.
+// - A fence before an atomic operation in one thread and a fence after one that sees its word in
+//   another order the two: the other sees what the first had seen and done. Atomic operations alone
+//   order nothing. `post` and `peek` are atomic too; but who posts to a word must be ordered after
+//   who posted there before, or have read that; and after all who have read it.
+// The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers
+// that some threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -44,7 +45,8 @@ struct {
     unsigned grid, threads, shared_bytes;
 } launch;
 
-// A tensor, filled by the driver, or shared memory; `loads` and `stores` count those of each byte of a tensor.
+// A tensor, filled by the driver, or shared memory; `loads` and `stores` count those of each byte
+// of a tensor.
 struct Region {
     Bytes begin;
     std::uint64_t bytes, rights;
@@ -66,22 +68,28 @@ struct Shadow {
 struct Memory : Region {
     std::vector<Shadow> shadow;
 
-    explicit Memory(Region region) : Region(region), shadow(rights == (READ | WRITE) ? (bytes + 3) / 4 : 0) {}
-    bool holds(Bytes at, std::size_t size) const { return at >= begin && at + size <= begin + bytes; }
+    explicit Memory(Region region)
+        : Region(region), shadow(rights == (READ | WRITE) ? (bytes + 3) / 4 : 0) {}
+    bool holds(Bytes at, std::size_t size) const {
+        return at >= begin && at + size <= begin + bytes;
+    }
 };
 
-// By block, the times of its threads up to which somebody has seen what they did; a copy is made for a change.
+// By block, the times of its threads up to which somebody has seen what they did; a copy is made
+// for a change.
 using Times = std::shared_ptr<std::vector<unsigned>>;
 using Past = std::map<int, Times>;
 
 struct Fiber;
-// A place where threads wait for one another: those of a block, a warp, or a barrier in shared memory. Phases are
-// counted; `seen` is what those who arrived have done and seen.
+// A place where threads wait for one another: those of a block, a warp, or a barrier in shared
+// memory. Phases are counted; `seen` is what those who arrived have done and seen.
 struct Meeting {
-    int count = 0, missing = 0;
+    int count = 0;
+    int missing = 0;
     long bytes = 0;
     unsigned phase = 0;
-    int line = 0, lanes = 0;
+    int line = 0;
+    int lanes = 0;
     Past arriving, seen;
     std::vector<Fiber*> waiting;
 
@@ -111,7 +119,8 @@ struct Fiber {
     // Copies without a barrier; how many groups of them it has closed.
     std::vector<Copy> copies;
     int groups = 0;
-    // The sights of its atomic operations, for its next fence; and all sights and deeds at its last one.
+    // The sights of its atomic operations, for its next fence; and all sights and deeds at its last
+    // one.
     Past glimpsed, fenced;
 };
 
@@ -134,7 +143,8 @@ struct Block {
 };
 
 std::vector<Memory> tensors;
-// A word of atomic operations: what they let others see; who posted last, and who has read it since, if it is not +0.
+// A word of atomic operations: what they let others see; who posted last, and who has read it
+// since, if it is not +0.
 struct Word {
     Past released;
     Touch posted;
@@ -150,8 +160,8 @@ bool failed;
 char message[1024];
 
 template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
-    const int used = std::snprintf(message, sizeof message, "block %d, thread %u: ",
-                                   current->block->index, current->thread);
+    const int used = std::snprintf(
+        message, sizeof message, "block %d, thread %u: ", current->block->index, current->thread);
     std::snprintf(message + used, sizeof message - used, format, values...);
     failed = true;
     setcontext(&scheduler);
@@ -165,27 +175,32 @@ int own_number() { return current->block->index * launch.threads + current->thre
 bool is_ordered(const Touch& other) {
     if (other.thread < 0 || other.thread == own_number()) return true;
     const auto seen = current->past.find(other.block());
-    return seen != current->past.end() && other.time <= (*seen->second)[other.thread % launch.threads];
+    return seen != current->past.end() &&
+           other.time <= (*seen->second)[other.thread % launch.threads];
 }
 
 void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
     const char* does = write ? "writes" : "reads";
     if (shadow.flying) fail("%s byte %zu of %s, where a copy is on its way", does, byte, where);
-    if (!write && shadow.write.thread < 0) fail("reads byte %zu of %s, which nobody wrote", byte, where);
+    if (!write && shadow.write.thread < 0)
+        fail("reads byte %zu of %s, which nobody wrote", byte, where);
     if (!is_ordered(shadow.write))
-        fail("%s byte %zu of %s, which block %d wrote: a race", does, byte, where, shadow.write.block());
+        fail("%s byte %zu of %s, which block %d wrote: a race", does, byte, where,
+            shadow.write.block());
     const Touch now{own_number(), current->time};
     auto& reads = shadow.reads;
     // Earlier reads that are ordered before this access need no memory.
     reads.erase(std::remove_if(reads.begin(), reads.end(), is_ordered), reads.end());
     if (!write) return reads.push_back(now);
-    if (!reads.empty()) fail("%s byte %zu of %s, which block %d read: a race", does, byte, where, reads[0].block());
+    if (!reads.empty())
+        fail("%s byte %zu of %s, which block %d read: a race", does, byte, where, reads[0].block());
     shadow.write = now;
 }
 
 std::vector<unsigned>& to_change(Times& times) {
     if (!times || times.use_count() > 1)
-        times = std::make_shared<std::vector<unsigned>>(times ? *times : std::vector<unsigned>(launch.threads));
+        times = std::make_shared<std::vector<unsigned>>(
+            times ? *times : std::vector<unsigned>(launch.threads));
     return *times;
 }
 
@@ -200,7 +215,10 @@ void see(Past& past, const Past& other) {
 }
 // Let others see what this thread has done; what it does from now on is later.
 void show(Past& past) { to_change(past[current->block->index])[current->thread] = current->time++; }
-void show_all(Past& past) { see(past, current->past), show(past); }
+void show_all(Past& past) {
+    see(past, current->past);
+    show(past);
+}
 
 // ---- every access ----
 
@@ -211,8 +229,9 @@ void access(const void* place, std::size_t size, bool write) {
     char name[32] = "shared memory";
     Memory* memory = &current->block->shared;
     if (!memory->holds(at, size)) {
-        if (tensors.empty()) return; // the driver vouches for what the parameters point to
-        const auto tensor = std::find_if(tensors.begin(), tensors.end(), [&](Memory& m) { return m.holds(at, size); });
+        if (tensors.empty()) return;  // the driver vouches for what the parameters point to
+        const auto tensor = std::find_if(
+            tensors.begin(), tensors.end(), [&](Memory& m) { return m.holds(at, size); });
         if (tensor == tensors.end()) fail("%s %zu bytes outside of every tensor", does, size);
         memory = &*tensor;
         std::snprintf(name, sizeof name, "tensor %td", tensor - tensors.begin());
@@ -252,7 +271,9 @@ Block::Block(unsigned number) : index(int(number)) {
 // Let the others run before memory is looked at again.
 void let_others_run() {
     if (++idle > PATIENCE)
-        fail("no thread makes progress: it waits for a block that does not run, or for a lost store");
+        fail(
+            "no thread makes progress: it waits for a block that does not run, or for a lost "
+            "store");
     runnable.insert(runnable.begin(), current);
     to_scheduler();
 }
@@ -261,7 +282,8 @@ void let_others_run() {
 
 // Count arrivals, and bytes to come; a phase is over when nothing is missing.
 void arrive(Meeting& meeting, int arrivals, long bytes) {
-    meeting.missing -= arrivals, meeting.bytes += bytes;
+    meeting.missing -= arrivals;
+    meeting.bytes += bytes;
     if (meeting.missing < 0) fail("more arrivals at a barrier than it was made for");
     if (meeting.missing || meeting.bytes) return;
     meeting.missing = meeting.count;
@@ -274,21 +296,29 @@ void arrive(Meeting& meeting, int arrivals, long bytes) {
 
 // The parity alone decides: a thread that is two phases away is told wrong, as on the device.
 void wait(Meeting& meeting, int parity, const char* what, int line) {
-    current->wait = what, current->line = line;
+    current->wait = what;
+    current->line = line;
     while (int(meeting.phase & 1) == parity) {
         meeting.waiting.push_back(current);
         to_scheduler();
     }
 }
 
-// Wait for all threads of the block or the warp, who leave a value each; return where those of this phase are.
-int meet(Meeting& meeting, const char* what, int line, bool orders, double value = 0, int lanes = 0) {
+// Wait for all threads of the block or the warp, who leave a value each; return where those of this
+// phase are.
+int meet(
+    Meeting& meeting, const char* what, int line, bool orders, double value = 0, int lanes = 0) {
     const int parity = meeting.phase & 1;
-    if (meeting.missing == meeting.count) meeting.line = line, meeting.lanes = lanes;
+    if (meeting.missing == meeting.count) {
+        meeting.line = line;
+        meeting.lanes = lanes;
+    }
     if (meeting.line != line || meeting.lanes != lanes)
         fail("threads wait at different %s, lines %d and %d", what, line, meeting.line);
-    if (orders) show_all(meeting.arriving);
-    else current->values[parity] = value;
+    if (orders)
+        show_all(meeting.arriving);
+    else
+        current->values[parity] = value;
     arrive(meeting, 1, 0);
     wait(meeting, parity, what, line);
     if (orders) see(current->past, meeting.seen);
@@ -301,7 +331,8 @@ Fiber& lane(int number) { return current->block->fibers[current->thread / 32 * 3
 // ---- copies ----
 
 void set_flying(Block* block, Bytes to, int room, bool flying) {
-    for (int at = 0; at < room; at += 4) block->shared.shadow[(to - block->shared.begin + at) / 4].flying = flying;
+    for (int at = 0; at < room; at += 4)
+        block->shared.shadow[(to - block->shared.begin + at) / 4].flying = flying;
 }
 
 void land(Block* block, const Copy& copy) {
@@ -325,7 +356,9 @@ void land_some(Block& block) {
 // ---- what kernels call ----
 
 extern "C" {
-ShimPlace shim_place() { return {{current->thread}, {unsigned(current->block->index)}, {launch.grid}}; }
+ShimPlace shim_place() {
+    return {{current->thread}, {unsigned(current->block->index)}, {launch.grid}};
+}
 unsigned char* shim_shared() { return current->block->bytes.data(); }
 void __nanosleep(unsigned) { let_others_run(); }
 
@@ -333,14 +366,16 @@ void shim_syncthreads(int line) { meet(current->block->all, "__syncthreads", lin
 void shim_syncwarp(int line) { meet(own_warp(), "__syncwarp", line, true); }
 
 double shim_exchange(double value, unsigned mask, int lanes, int line) {
-    if (mask != 0xffffffffu) fail("a shuffle at line %d of less than a warp, mask %08x", line, mask);
+    if (mask != 0xffffffffu)
+        fail("a shuffle at line %d of less than a warp, mask %08x", line, mask);
     const int parity = meet(own_warp(), "shuffles", line, false, value, lanes);
     return lane(int(current->thread % 32) ^ lanes).values[parity];
 }
 
 bool shim_any(bool value, int line) {
     const int parity = meet(own_warp(), "votes", line, false, value);
-    return std::any_of(&lane(0), &lane(0) + 32, [&](const Fiber& fiber) { return fiber.values[parity] != 0; });
+    return std::any_of(
+        &lane(0), &lane(0) + 32, [&](const Fiber& fiber) { return fiber.values[parity] != 0; });
 }
 
 void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {
@@ -364,7 +399,8 @@ void shim_wait_copies(int left) {
     auto& copies = current->copies;
     const int due = current->groups - left;
     // Copies are in the order of their groups.
-    const auto end = std::find_if(copies.begin(), copies.end(), [&](const Copy& c) { return c.group >= due; });
+    const auto end =
+        std::find_if(copies.begin(), copies.end(), [&](const Copy& c) { return c.group >= due; });
     std::for_each(copies.begin(), end, [](const Copy& copy) { land(current->block, copy); });
     copies.erase(copies.begin(), end);
 }
@@ -410,7 +446,8 @@ void post(double* word, double value) {
     Word& here = words[word];
     const auto own = [](const Touch& read) { return read.thread == own_number(); };
     const bool has_read = std::any_of(here.reads.begin(), here.reads.end(), own);
-    if (!(has_read || is_ordered(here.posted)) || !std::all_of(here.reads.begin(), here.reads.end(), is_ordered))
+    if (!(has_read || is_ordered(here.posted)) ||
+        !std::all_of(here.reads.begin(), here.reads.end(), is_ordered))
         fail("posts a word that block %d posted: a race", here.posted.block());
     here = {current->fenced, {own_number(), current->time}, {}};
     *word = value;
@@ -427,17 +464,23 @@ double peek(const double* word) {
 
 // ---- what instrumented code calls ----
 
-#define SHIM_ACCESS(bytes)                                                     \
-    void __tsan_read##bytes(void* at) { access(at, bytes, false); }            \
-    void __tsan_write##bytes(void* at) { access(at, bytes, true); }            \
-    void __tsan_unaligned_read##bytes(void* at) { access(at, bytes, false); }  \
+#define SHIM_ACCESS(bytes)                                                    \
+    void __tsan_read##bytes(void* at) { access(at, bytes, false); }           \
+    void __tsan_write##bytes(void* at) { access(at, bytes, true); }           \
+    void __tsan_unaligned_read##bytes(void* at) { access(at, bytes, false); } \
     void __tsan_unaligned_write##bytes(void* at) { access(at, bytes, true); }
-SHIM_ACCESS(1) SHIM_ACCESS(2) SHIM_ACCESS(4) SHIM_ACCESS(8) SHIM_ACCESS(16)
-void __tsan_read_range(void* at, std::size_t bytes) { access(at, bytes, false); }
+SHIM_ACCESS(1)
+SHIM_ACCESS(2)
+SHIM_ACCESS(4) SHIM_ACCESS(8) SHIM_ACCESS(16) void __tsan_read_range(void* at, std::size_t bytes) {
+    access(at, bytes, false);
+}
 void __tsan_write_range(void* at, std::size_t bytes) { access(at, bytes, true); }
 void __tsan_init() {}
 // -fsanitize=alignment hands over a place: the name of its file, and the line.
-struct Place { const char* file; unsigned line; };
+struct Place {
+    const char* file;
+    unsigned line;
+};
 void __ubsan_handle_type_mismatch_v1(Place* where, std::size_t at) {
     fail("line %u: an access at %zu past a multiple of 16 is misaligned", where->line, at % 16);
 }
@@ -445,23 +488,26 @@ void __ubsan_handle_type_mismatch_v1(Place* where, std::size_t at) {
 // ---- what the driver calls ----
 
 const char* shim_launch(void (*call)(const unsigned char*), const unsigned char* parameters,
-                        unsigned grid, unsigned threads, unsigned shared_bytes, unsigned seed,
-                        int cooperative, const Region* regions, unsigned region_count) {
+    unsigned grid, unsigned threads, unsigned shared_bytes, unsigned seed, int cooperative,
+    const Region* regions, unsigned region_count) {
     launch = {call, parameters, grid, threads, shared_bytes};
     tensors = std::vector<Memory>(regions, regions + region_count);
     draw.seed(seed);
-    idle = 0, failed = false;
+    idle = 0;
+    failed = false;
     words.clear();
     // A device runs the blocks of an ordinary launch a few at a time, in any order.
     const std::size_t limit = cooperative ? grid : 1 + seed % 3;
     std::vector<unsigned> to_come(grid);
     std::iota(to_come.begin(), to_come.end(), 0u);
-    // Odd seeds let the last to become ready go first: one block gets as far as it can, block 0 first.
+    // Odd seeds let the last to become ready go first: one block gets as far as it can, block 0
+    // first.
     const bool eager = seed % 2;
     if (!eager) std::shuffle(to_come.begin(), to_come.end(), draw);
     std::list<Block> alive;
     while (!failed) {
-        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back()) alive.emplace_back(to_come.back());
+        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back())
+            alive.emplace_back(to_come.back());
         for (Block& block : alive) land_some(block);
         if (runnable.empty()) {
             const auto flies = [](const Block& block) { return !block.copies.empty(); };

@@ -158,10 +158,13 @@ class Judged:
         self.right, self.wrong = bool((self.z_plain <= 1).all()), bool((self.z > 1).any())
         error, size = np.abs(self.actual - value), float(np.sqrt(np.mean(np.square(magnitude))))
         # The value and all its terms may be 0.
-        size = size if np.isfinite(size) and size > 0 else 1.0
-        # Relative to the RMS of magnitudes: the largest error, and the smallest that would show everywhere.
-        self.error = float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)) / size
-        self.resolution = float(np.max(plain, initial=0.0)) / size
+        self.size = size if np.isfinite(size) and size > 0 else 1.0
+        # The largest error, relative to the RMS of magnitudes.
+        self.error = self.resolution(np.where(np.isnan(error), np.inf, error))
+
+    def resolution(self, errors: Array) -> float:
+        """Return the largest of errors or bounds, relative to the RMS of magnitudes."""
+        return float(np.max(errors, initial=0.0)) / self.size
 
     @property
     def not_finite(self) -> str:
@@ -193,8 +196,9 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     for name, argument, actual in zip(names, arguments, (y, *gradients.values()), strict=True):
         if argument is not None and actual is not None:
             output = as_array(name, actual, argument.shape)
-            # The coarsest dtype of the output, its argument, x and dy.
-            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, output))
+            # The coarsest dtype of its argument, x and dy; an output may be float32 besides, not less.
+            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument))
+            u = max(u, min(unit_roundoff(output.dtype), 2.0**-24))
             judged[name] = Judged(name, output, expected(u))
     return judged
 
@@ -298,10 +302,12 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
         shape = _shape_of(like, 4, n)
         # A row of one element has no spread at all: with eps = 0, nothing is defined.
         if n > 1 or eps > 0:
-            x, dy = (rng.standard_normal(shape).astype(a.dtype) for a in (like.x, like.dy))
+            x, dy = (rng.standard_normal(shape) for _ in range(2))
+            # Of the size of sqrt(eps): a larger x, whose mean is itself, would widen the bounds.
+            x = (x * (np.sqrt(eps) if n == 1 else 1)).astype(like.x.dtype)
             gamma, beta = (_parameter(p, n, rng) for p in (like.gamma, like.beta))
             small = like._replace(name=f"n = {n}", tolerated=tolerated)
-            yield small._replace(x=x, gamma=gamma, beta=beta, dy=dy)
+            yield small._replace(x=x, gamma=gamma, beta=beta, dy=dy.astype(like.dy.dtype))
     base = ordinary(like, rng, few(like, 4))._replace(tolerated=tolerated, is_hard=True)
     wide = rng.standard_normal(base.x.shape).astype(dtype).astype(np.float64)
     for offset in ("1e2", "1e4", "1e6"):

@@ -43,7 +43,7 @@ _SIGMAS = 4.0
 _SAMPLE = 12
 # A bound coarser than this, relative to the RMS of the gradient, cannot judge: the usual mistakes
 # (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.
-_COARSEST = 1e-3
+COARSEST = 1e-3
 
 # The best bound is small beside the secants; the derivative is 0 but for rounding; left and right
 # slope keep their distance; nothing is known.
@@ -324,7 +324,7 @@ class Argument:
 
         # The coarsest comparison, those at kinks left out, relative to the size of both sides.
         resolution = max((coarseness(e) for e in estimates if e.status != "kink"), default=np.inf)
-        coarsest = max(_COARSEST, 16 * unit_roundoff(self.gradient.dtype))
+        coarsest = max(COARSEST, 16 * unit_roundoff(self.gradient.dtype))
         bent = [e.place for e in estimates if e.status == "kink"]
         at_kinks = sum(place is not None for place in bent)
         wrong = np.array([e.z > 1 for e in elements])

@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MemberDescriptorType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from stablenorm.types import Array
 
 # Frames of ours, which no traceback of a user's code shows.
 _OURS = str(Path(__file__).parents[1])
+# Py_TPFLAGS_HEAPTYPE: a class that Python code made.
+_HEAP_TYPE = 1 << 9
 Given = dict[str, Array | None]
 Backward = Callable[[Array, Any], Any]
 
@@ -56,6 +58,10 @@ class FaultError(Exception):
 
 class Missing(str):
     """Stands for a gradient that is found nowhere; the text says so."""
+
+
+class Unknown(str):
+    """Stands for a gradient that cannot be judged; the text says why."""
 
 
 class Operation:
@@ -157,22 +163,21 @@ def leaves(cache: Any, depth: int = 4) -> Iterator[Array]:
 def arrays_in(
     owner: Any, depth: int = 4, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Array]]:
-    """Yield the arrays in an object, and the attributes, keys and places that lead to them."""
+    """Yield the arrays in an object, its classes and closures, and the attributes, keys and places that lead to them."""
     if isinstance(owner, np.ndarray):
         yield path, owner
     elif depth and not isinstance(owner, (type, ModuleType)):
-        named = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        # By the names under which they are stored: those of private slots hold the name of the class.
-        classes = [vars(class_) for class_ in type(owner).__mro__]
-        slots = [
-            name
-            for own in classes
-            for name, value in own.items()
-            if "__slots__" in own and isinstance(value, MemberDescriptorType)
-        ]
-        listed = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
-        parts = [*listed.items(), *named.items(), *((n, getattr(owner, n, None)) for n in slots)]
-        for name, part in parts:
+        parts = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
+        parts |= owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        if cells := getattr(owner, "__closure__", None):
+            parts |= zip(owner.__code__.co_freevars, (c.cell_contents for c in cells), strict=True)
+        for class_ in type(owner).__mro__ if type(owner).__flags__ & _HEAP_TYPE else ():
+            for name, value in vars(class_).items():
+                # Slots by the names under which they are stored: those of private ones hold the name of the class.
+                is_slot = isinstance(value, MemberDescriptorType)
+                if is_slot or isinstance(value, (np.ndarray, dict, list, FunctionType)):
+                    parts.setdefault(name, getattr(owner, name, None) if is_slot else value)
+        for name, part in parts.items():
             yield from arrays_in(part, depth - 1, (*path, str(name)))
 
 

@@ -1,10 +1,12 @@
-// Rows for the fast kernels of layer_norm.cu: how they arrive, and sums of two numbers along them. A block has LN_N
-// elements of a row: all of it, or one of LN_PARTS equal parts, whose blocks are neighbors.
+// Rows for the fast kernels of layer_norm.cu: how they arrive, and sums of two numbers along them.
+// A block has LN_N elements of a row: all of it, or one of LN_PARTS equal parts, whose blocks are
+// neighbors.
 //
-// Arithmetic is float64, x and dy have 16 or 32 bits. The elements of a thread depend on N alone, not on
-// how rows arrive.
+// Arithmetic is float64, x and dy have 16 or 32 bits. The elements of a thread depend on N alone,
+// not on how rows arrive.
 
-constexpr int N = LN_N, PARTS = LN_PARTS;
+constexpr int N = LN_N;
+constexpr int PARTS = LN_PARTS;
 // Whether all vectors of a row are full; how many there are.
 constexpr bool WHOLE = N % VECTOR == 0;
 constexpr int ROW_VECTORS = (N + VECTOR - 1) / VECTOR;
@@ -15,12 +17,15 @@ constexpr int STAGES = LN_STAGES;
 constexpr bool ALIGNED = LN_ALIGNED;
 constexpr double INVERSE = 1.0 / N;
 
-// The first column of this block, its group of blocks that share rows, and how many groups there are.
+// The first column of this block, its group of blocks that share rows, and how many groups there
+// are.
 INLINE int first_column() { return blockIdx.x % PARTS * N; }
 INLINE unsigned group() { return blockIdx.x / PARTS; }
 INLINE unsigned groups() { return gridDim.x / PARTS; }
 
-struct __align__(16) Two { double a, b; };
+struct __align__(16) Two {
+    double a, b;
+};
 INLINE Two operator+(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }
 
 // Vector v of this thread, among those of a row.
@@ -38,8 +43,8 @@ INLINE double over(double sum) {
     return fma(fma(-quotient, (double)N, sum), INVERSE, quotient);
 }
 
-// v**-0.5, without what differs between devices: a guess from the bits, off by 3.4 % at most, and three
-// steps of third order, which leave 1e-4, 3e-12, 0.
+// v**-0.5, without what differs between devices: a guess from the bits, off by 3.4 % at most, and
+// three steps of third order, which leave 1e-4, 3e-12, 0.
 INLINE double inverse_root(double v) {
     if (!(v > 0x1p-900 && v < 0x1p900)) return 1.0 / root(v);
     double r = __longlong_as_double(0x5fe6eb50c7b537a9ll - (__double_as_longlong(v) >> 1));
@@ -52,7 +57,8 @@ INLINE double inverse_root(double v) {
 
 // ---- how rows arrive ----
 
-// Ask for a word of four bytes, element e and what follows, of `count` at `from`; zeros behind them.
+// Ask for a word of four bytes, element e and what follows, of `count` at `from`; zeros behind
+// them.
 constexpr int PER_WORD = 4 / sizeof(X);
 INLINE void fetch_word(X* to, const X* from, int e, int count) {
     if (e + PER_WORD <= count) return copy_async4(to + e, from + e);
@@ -83,7 +89,8 @@ struct Stages {
         unrolled<VECTORS>([&](int v) {
             const int count = row < p.rows ? elements(v) : 0;
             fetch(at(s, 0, v), p.x + (count ? row * p.x_stride + column(v) : 0), count);
-            if constexpr (TENSORS == 2) fetch(at(s, 1, v), p.dy + (count ? row * p.dy_stride + column(v) : 0), count);
+            if constexpr (TENSORS == 2)
+                fetch(at(s, 1, v), p.dy + (count ? row * p.dy_stride + column(v) : 0), count);
         });
         commit_copies();
     }
@@ -93,7 +100,8 @@ struct Stages {
 
 // The elements of a row of WIDTH vectors, laid out so that no two lanes meet in a bank.
 struct Table {
-    static constexpr int WIDTH = LN_ROW_WARPS ? ROW_VECTORS : ROW_THREADS * VECTORS, SIZE = WIDTH * VECTOR;
+    static constexpr int WIDTH = LN_ROW_WARPS ? ROW_VECTORS : ROW_THREADS * VECTORS;
+    static constexpr int SIZE = WIDTH * VECTOR;
     double* memory;
 
     // Element i of vector q.
@@ -102,7 +110,9 @@ struct Table {
     // Fill it with gamma or beta; past the end of a row with 0.
     template <class T> INLINE void widen(const Columns<T>& from) const {
         for (int col = threadIdx.x; col < SIZE; col += LN_THREADS)
-            at(col / VECTOR, col % VECTOR) = col >= N ? 0.0 : from.row ? lift(from.row[first_column() + col]) : from.neutral;
+            at(col / VECTOR, col % VECTOR) = col >= N   ? 0.0
+                                             : from.row ? lift(from.row[first_column() + col])
+                                                        : from.neutral;
     }
 };
 
@@ -111,8 +121,9 @@ struct Table {
 // The next step of a block after a row.
 enum Next { SAME_CHUNK, NEXT_CHUNK, NO_ROW };
 
-// The statistics of a row and, once they are known, its row sums: the mean of g, and rstd**2 times that of
-// (g - mean of g) * (x - mean). A record of zeros adds 0. 32 bits number it: the statistics of more would fill a device.
+// The statistics of a row and, once they are known, its row sums: the mean of g, and rstd**2 times
+// that of (g - mean of g) * (x - mean). A record of zeros adds 0. 32 bits number it: the statistics
+// of more would fill a device.
 struct __align__(16) Record {
     double mean, mean_lo, rstd, mean_g, slope;
     unsigned row;
@@ -120,9 +131,10 @@ struct __align__(16) Record {
 
     INLINE double centered(double x) const { return (x - mean) - mean_lo; }
 
-    // Return dx of an element, given c = x - mean; add to the sums over rows. A reference to gamma reads it last,
-    // which saves registers.
-    INLINE double pull_back(double c, double dy, const double& gamma, double& dgamma, double& dbeta) const {
+    // Return dx of an element, given c = x - mean; add to the sums over rows. A reference to gamma
+    // reads it last, which saves registers.
+    INLINE double pull_back(
+        double c, double dy, const double& gamma, double& dgamma, double& dbeta) const {
         dgamma = fma(c * rstd, dy, dgamma);
         dbeta += dy;
         return fma(-c, slope, fma(dy, gamma, -mean_g)) * rstd;
@@ -135,7 +147,8 @@ INLINE Record record_of(const Parameters& p, long long row) {
 
 // ---- sums of two numbers ----
 
-// Over the lanes of a row; all of them get both. The first step hands one half of the lanes a, the other b.
+// Over the lanes of a row; all of them get both. The first step hands one half of the lanes a, the
+// other b.
 INLINE Two over_lanes(Two mine) {
     constexpr int LANES = ROW_THREADS < WARP && LN_ROW_WARPS == 0 ? ROW_THREADS : WARP;
     if (LANES == 1) return mine;

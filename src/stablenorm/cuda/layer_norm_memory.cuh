@@ -1,4 +1,5 @@
-// Memory of layer_norm.cu: vectors of elements, the part of a row that a thread has, sums over a row.
+// Memory of layer_norm.cu: vectors of elements, the part of a row that a thread has, sums over a
+// row.
 
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -22,17 +23,27 @@ template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR
     T e[VECTOR];
 };
 
-INLINE bool is_multiple(const void* p, int bytes) { return reinterpret_cast<unsigned long long>(p) % bytes == 0; }
+INLINE bool is_multiple(const void* p, int bytes) {
+    return reinterpret_cast<unsigned long long>(p) % bytes == 0;
+}
 template <class T> INLINE bool is_aligned(const T* p) { return is_multiple(p, alignof(Vector<T>)); }
 
 // Two elements.
-template <class T> struct __align__(2 * sizeof(T)) Couple { T e[2]; };
+template <class T> struct __align__(2 * sizeof(T)) Couple {
+    T e[2];
+};
 
-// Call one(i) for the elements [0, count) at p; but two(i) for i and i + 1 where a full vector has both in one word.
-template <class T, class One, class Two> INLINE void by_words(const T* p, int count, One one, Two two) {
-    if (sizeof(T) != 2 || count != VECTOR) return unrolled<VECTOR>([&](int i) { if (i < count) one(i); });
+// Call one(i) for the elements [0, count) at p; but two(i) for i and i + 1 where a full vector has
+// both in one word.
+template <class T, class One, class Two>
+INLINE void by_words(const T* p, int count, One one, Two two) {
+    if (sizeof(T) != 2 || count != VECTOR)
+        return unrolled<VECTOR>([&](int i) {
+            if (i < count) one(i);
+        });
     if (is_multiple(p, 4)) return unrolled<VECTOR / 2>([&](int i) { two(2 * i); });
-    one(0), one(VECTOR - 1);
+    one(0);
+    one(VECTOR - 1);
     unrolled<VECTOR / 2 - 1>([&](int i) { two(2 * i + 1); });
 }
 
@@ -41,10 +52,13 @@ template <class T, class One, class Two> INLINE void by_words(const T* p, int co
 template <class T> INLINE Vector<T> load(const T* p, int count) {
     if (count == VECTOR && is_aligned(p)) return *reinterpret_cast<const Vector<T>*>(p);
     Vector<T> result = {};
-    by_words(p, count, [&](int i) { result.e[i] = p[i]; }, [&](int i) {
-        const Couple<T> couple = *reinterpret_cast<const Couple<T>*>(p + i);
-        result.e[i] = couple.e[0], result.e[i + 1] = couple.e[1];
-    });
+    by_words(
+        p, count, [&](int i) { result.e[i] = p[i]; },
+        [&](int i) {
+            const Couple<T> couple = *reinterpret_cast<const Couple<T>*>(p + i);
+            result.e[i] = couple.e[0];
+            result.e[i + 1] = couple.e[1];
+        });
     return result;
 }
 
@@ -52,9 +66,9 @@ template <class T> INLINE Vector<T> load(const T* p, int count) {
 INLINE void store(X* p, const Vector<X>& v, int count) {
     if (count == VECTOR && (LN_N ? LN_ALIGNED : is_aligned(p)))
         return __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&v));
-    by_words(p, count, [&](int i) { p[i] = v.e[i]; }, [&](int i) {
-        *reinterpret_cast<Couple<X>*>(p + i) = {v.e[i], v.e[i + 1]};
-    });
+    by_words(
+        p, count, [&](int i) { p[i] = v.e[i]; },
+        [&](int i) { *reinterpret_cast<Couple<X>*>(p + i) = {v.e[i], v.e[i + 1]}; });
 }
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
@@ -69,9 +83,12 @@ INLINE int count_of(Index v, Index n) {
     return rest <= 0 ? 0 : rest < VECTOR ? (int)rest : VECTOR;
 }
 
-INLINE Index vectors_of(long long n) { return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR); }
+INLINE Index vectors_of(long long n) {
+    return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR);
+}
 
-// A row of x or dy, of no elements if it is past the end; gamma or beta, all `neutral` if there is none.
+// A row of x or dy, of no elements if it is past the end; gamma or beta, all `neutral` if there is
+// none.
 template <class T> struct Columns {
     const T* row;
     Index n;
@@ -89,17 +106,21 @@ INLINE Columns<Gamma> gamma_of(const Parameters& p) { return {p.gamma, p.n, 1.0}
 // -0 changes nothing, not even -0.
 INLINE Columns<Beta> beta_of(const Parameters& p) { return {p.beta, p.n, -0.0}; }
 
-// Call f(i, element i of each of `vectors`) for i up to `count`; full vectors need no question for each element.
+// Call f(i, element i of each of `vectors`) for i up to `count`; full vectors need no question for
+// each element.
 template <class F, class... Vectors>
 INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
-    if (count == VECTOR) unrolled<VECTOR>([&](int i) { f(i, lift(vectors.e[i])...); });
-    else unrolled<VECTOR>([&](int i) { if (i < count) f(i, lift(vectors.e[i])...); });
+    if (count == VECTOR)
+        unrolled<VECTOR>([&](int i) { f(i, lift(vectors.e[i])...); });
+    else
+        unrolled<VECTOR>([&](int i) {
+            if (i < count) f(i, lift(vectors.e[i])...);
+        });
 }
 
-// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns. Elements past the
-// end of a row are never looked at: they would be 0 * NaN.
-template <class F, class... Sources>
-INLINE void for_each(Index n, F f, const Sources&... sources) {
+// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns.
+// Elements past the end of a row are never looked at: they would be 0 * NaN.
+template <class F, class... Sources> INLINE void for_each(Index n, F f, const Sources&... sources) {
     for (Index v = 0; v < vectors_of(n); ++v) for_each_of(count_of(v, n), f, sources.at(v)...);
 }
 
@@ -111,19 +132,20 @@ template <class T> struct Exchange {
     Barrier* barriers;  // (SLOTS), of fast kernels: a barrier for each row of the block
     int turn;
 
-    // Return what `mine`, the same in all lanes, combines to, warps in order. Every thread of the row must call it;
-    // without barriers, of the block.
+    // Return what `mine`, the same in all lanes, combines to, warps in order. Every thread of the
+    // row must call it; without barriers, of the block.
     template <class F> INLINE T over_warps(T mine, F combine) {
         if (WARPS_OF_ROW == 1) return mine;
         T* row = parts + ((turn & 1) * SLOTS + slot()) * WARPS_OF_ROW;
         const bool first = threadIdx.x % WARP == 0;
         if (first) row[row_thread() / WARP] = mine;
-        // Each barrier orders what the warps leave before it is read; it is written again two turns from now, which
-        // no thread begins before all have passed the barrier of the next.
+        // Each barrier orders what the warps leave before it is read; it is written again two turns
+        // from now, which no thread begins before all have passed the barrier of the next.
         if (LN_N == 0) {
             __syncthreads();
         } else {
-            // Orders this warp's reads of the turn before, which is written again next, before it arrives.
+            // Orders this warp's reads of the turn before, which is written again next, before it
+            // arrives.
             __syncwarp();
             if (first) barrier_arrive(&barriers[slot()]);
             barrier_wait(&barriers[slot()], turn & 1);
@@ -136,4 +158,6 @@ template <class T> struct Exchange {
 };
 
 INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
-INLINE Wide exchanged(Wide a, int lanes) { return {exchanged(a.high, lanes), exchanged(a.low, lanes)}; }
+INLINE Wide exchanged(Wide a, int lanes) {
+    return {exchanged(a.high, lanes), exchanged(a.low, lanes)};
+}

@@ -4,13 +4,16 @@
 
 // ---- dtypes ----
 
-struct float16 { unsigned short bits; };
-struct bfloat16 { unsigned short bits; };
+struct float16 {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
 using float32 = float;
 using float64 = double;
 
 using X = LN_X;
-using DY = LN_DY;
 using Gamma = LN_GAMMA;
 using Beta = LN_BETA;
 
@@ -19,7 +22,9 @@ using Beta = LN_BETA;
 INLINE double minus(double a, double b) { return a - b; }
 INLINE double root(double a) { return __dsqrt_rn(a); }
 INLINE double like(double, double s) { return s; }
-INLINE double magnitude(double a) { return __longlong_as_double(__double_as_longlong(a) & 0x7fffffffffffffffll); }
+INLINE double magnitude(double a) {
+    return __longlong_as_double(__double_as_longlong(a) & 0x7fffffffffffffffll);
+}
 INLINE int exponent_field(double a) { return (int)(__double_as_longlong(a) >> 52) & 0x7ff; }
 INLINE bool is_finite(double a) { return exponent_field(a) != 0x7ff; }
 // 2**k, k from -1022 to 1023.
@@ -37,7 +42,8 @@ INLINE int clamped(int k, int limit) { return k < -limit ? -limit : k > limit ? 
 // Return a * 2**k, rounded once where it does not fit, if |a| is between 2**-900 and 2**900. Two
 // factors, because 2**k alone may be out of range; beyond 2**+-2000 nothing is left anyway.
 INLINE double scaled(double a, int k) {
-    const int whole = clamped(k, 2000), half = whole / 2;
+    const int whole = clamped(k, 2000);
+    const int half = whole / 2;
     return a * power_of_two(half) * power_of_two(whole - half);
 }
 
@@ -140,8 +146,9 @@ INLINE void round_into(bfloat16& out, double v) {
 }
 #endif
 
-// v * 2**k as a float64, rounded once. Where that is subnormal, v.high may be a midpoint of their grid
-// only because v.low is missing: then high is moved to the side of low before it is scaled down.
+// v * 2**k as a float64, rounded once. Where that is subnormal, v.high may be a midpoint of their
+// grid only because v.low is missing: then high is moved to the side of low before it is scaled
+// down.
 INLINE double scaled_once(Wide v, int k) {
     const double rounded = scaled(v.high, k);
     if (!(magnitude(rounded) <= 0x1p-1022) || v.low == 0.0) return rounded;

@@ -3,10 +3,13 @@
 // dgamma is summed in a scale of its own: a sum of subnormals has low words too.
 constexpr int DGAMMA_SCALE = LN_PAIRS ? 128 : 0;
 
-// Add up the slots of the block, in order, and put the sums of vector v of a chunk away, for dgamma or dbeta. Slots
-// within a warp have been added up by lanes. `combined` is (BLOCK * VECTOR) in shared memory.
-INLINE void flush(const Parameters& p, long long chunk, int which, Index v, const Number* sums, Number* combined) {
-    constexpr int WIDTH = ROW_THREADS * VECTOR, PARTS = ROW_THREADS < WARP ? WARPS : SLOTS;
+// Add up the slots of the block, in order, and put the sums of vector v of a chunk away, for dgamma
+// or dbeta. Slots within a warp have been added up by lanes. `combined` is (BLOCK * VECTOR) in
+// shared memory.
+INLINE void flush(const Parameters& p, long long chunk, int which, Index v, const Number* sums,
+    Number* combined) {
+    constexpr int WIDTH = ROW_THREADS * VECTOR;
+    constexpr int PARTS = ROW_THREADS < WARP ? WARPS : SLOTS;
     unrolled<VECTOR>([&](int i) { combined[threadIdx.x * VECTOR + i] = sums[i]; });
     // Orders the sums of all slots before they are read.
     __syncthreads();
@@ -37,7 +40,8 @@ INLINE void meet_blocks(const Parameters& p) {
         __threadfence();
         const unsigned step = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
         const unsigned before = atomicAdd(p.counter, step);
-        for (unsigned now = before + step; ((before ^ now) & 0x80000000u) == 0; now = atomicAdd(p.counter, 0u))
+        for (unsigned now = before + step; ((before ^ now) & 0x80000000u) == 0;
+            now = atomicAdd(p.counter, 0u))
             __nanosleep(32);
         // Acquire: what the others stored before they arrived is visible from here on.
         __threadfence();
@@ -46,12 +50,16 @@ INLINE void meet_blocks(const Parameters& p) {
     __syncthreads();
 }
 
-// Add up the chunks: all blocks share the columns. Eight warps share 32 columns, and each of them every eighth chunk;
-// so what is added to what depends on the chunks alone. `sums` is (warps of the block, 32) in shared memory.
+// Add up the chunks: all blocks share the columns. Eight warps share 32 columns, and each of them
+// every eighth chunk; so what is added to what depends on the chunks alone. `sums` is (warps of the
+// block, 32) in shared memory.
 INLINE void finish(const Parameters& p, Wide* sums) {
-    constexpr int SHARES = 8, SETS = LN_THREADS / WARP / SHARES;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int share = warp % SHARES, set = warp / SHARES;
+    constexpr int SHARES = 8;
+    constexpr int SETS = LN_THREADS / WARP / SHARES;
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    const int share = warp % SHARES;
+    const int set = warp / SHARES;
     const long long step = (long long)gridDim.x * SETS * WARP;
     // Every thread of the block takes as many turns: barriers are legal.
     for (long long base = (long long)blockIdx.x * SETS * WARP; base < 2 * p.n; base += step) {

@@ -5,23 +5,29 @@
 
 using Index = std::ptrdiff_t;
 
-// Products of three numbers within [SMALLEST, LARGEST], and their last 106 bits, stay in the range of float64. Rows with
-// other numbers are out of range.
-constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
+// Products of three numbers within [SMALLEST, LARGEST], and their last 106 bits, stay in the range
+// of float64. Rows with other numbers are out of range.
+constexpr double LARGEST = 0x1p200;
+constexpr double SMALLEST = 0x1p-200;
 
-// Short rows that are done together, since their divisions and roots overlap; and columns whose tiles' sums are added up at a
-// time, since they stay in the first-level cache.
-constexpr Index GROUP = 8, COLUMNS = 512;
+// Short rows that are done together, since their divisions and roots overlap; and columns whose
+// tiles' sums are added up at a time, since they stay in the first-level cache.
+constexpr Index GROUP = 8;
+constexpr Index COLUMNS = 512;
 
-// Longest rows for which pass 1 of the next group runs before pass 2 of this one, so that its roots and divisions overlap with
-// stores. Longer rows would evict one another: n = 16384 once ran at 0.63 of its speed; on a newer Intel Xeon at 0.97 to 1.05.
-// KEPT rows (back_rows.h) need more room. Rows in pairs longer than EARLY are done one by one.
-constexpr Index EARLY = 4096, EARLY_KEPT = 256;
+// Longest rows for which pass 1 of the next group runs before pass 2 of this one, so that its roots
+// and divisions overlap with stores. Longer rows would evict one another: n = 16384 once ran at
+// 0.63 of its speed; on a newer Intel Xeon at 0.97 to 1.05. KEPT rows (back_rows.h) need more room.
+// Rows in pairs longer than EARLY are done one by one.
+constexpr Index EARLY = 4096;
+constexpr Index EARLY_KEPT = 256;
 
-// Longer rows are done one by one with rounding to nearest: what four of 16 bits keep (`kept`) takes 64 MiB at this length.
+// Longer rows are done one by one with rounding to nearest: what four of 16 bits keep (`kept`)
+// takes 64 MiB at this length.
 constexpr Index LONG = 1 << 20;
 
-// Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.
+// Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error
+// bound.
 template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
 
 enum Type { F32, BF16, F16, F64 };
@@ -36,8 +42,9 @@ struct Rows {
 };
 inline char* row_of(const Rows& a, Index i) { return a.data + i * a.stride; }
 
-// Length of a scratch vector, in float64: whole cache lines, and not just beyond a multiple of 4096 bytes, at which loads would
-// wait for stores to the vector before. (2, 64, 4096) backward: 128 bytes beyond one, 1.08 of the time.
+// Length of a scratch vector, in float64: whole cache lines, and not just beyond a multiple of 4096
+// bytes, at which loads would wait for stores to the vector before. (2, 64, 4096) backward: 128
+// bytes beyond one, 1.08 of the time.
 inline Index padded(Index n) {
     Index lines = (n + 15) / 16 * 16 + 16;
     return lines + (lines % 512 < 64 ? 64 : 0);
@@ -55,49 +62,71 @@ struct Arena {
     }
 };
 
-// Marks of a row. UNCERTIFIED: the next rung computes it, pairs or integers. UNSUMMED: the sums over rows lack its terms.
-constexpr uint8_t UNCERTIFIED = 1, UNSUMMED = 2;
+// Marks of a row. UNCERTIFIED: the next rung computes it, pairs or integers. UNSUMMED: the sums
+// over rows lack its terms.
+constexpr uint8_t UNCERTIFIED = 1;
+constexpr uint8_t UNSUMMED = 2;
 
 struct Call {
-    // y: y or dx, of any type; dy and plus have that of x. plus: residual or dsum. source: the x to which the residual is
-    // added; x takes the sum.
+    // y: y or dx, of any type; dy and plus have that of x. plus: residual or dsum. source: the x to
+    // which the residual is added; x takes the sum.
     Rows x, y, dy, source, plus;
-    Index rows = 0, n = 0;
+    Index rows = 0;
+    Index n = 0;
     int ndim = 0;  // of x
-    const char *gamma = nullptr, *beta = nullptr;
-    Type gamma_type = F32, beta_type = F32;
+    const char* gamma = nullptr;
+    const char* beta = nullptr;
+    Type gamma_type = F32;
+    Type beta_type = F32;
     double eps = 0;
-    // in_pairs: in double-double. nearest: every result is the exact one, rounded. unrounded: the sums over rows go to `partial`.
-    bool rms = false, backward = false, in_pairs = false, nearest = false, unrounded = false;
-    // over: results take the place of x or dy, which cannot be read again. A backward marks rows that overflow, and leaves their
-    // dy as it is.
+    // in_pairs: in double-double. nearest: every result is the exact one, rounded. unrounded: the
+    // sums over rows go to `partial`.
+    bool rms = false;
+    bool backward = false;
+    bool in_pairs = false;
+    bool nearest = false;
+    bool unrounded = false;
+    // over: results take the place of x or dy, which cannot be read again. A backward marks rows
+    // that overflow, and leaves their dy as it is.
     bool over = false;
 
-    // The statistics, one float64 a row. in_pairs adds low parts and tails, nearest a spread >= rms(xhat); either needs marks.
-    double *mean = nullptr, *mean_lo = nullptr, *rstd = nullptr;
-    double *rstd_lo = nullptr, *mean_tail = nullptr, *spread = nullptr;
+    // The statistics, one float64 a row. in_pairs adds low parts and tails, nearest a spread >=
+    // rms(xhat); either needs marks.
+    double* mean = nullptr;
+    double* mean_lo = nullptr;
+    double* rstd = nullptr;
+    double* rstd_lo = nullptr;
+    double* mean_tail = nullptr;
+    double* spread = nullptr;
     uint8_t* marks = nullptr;
 
-    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. If rows are UNSUMMED, the sums over the
-    // others go to `partial`, as partial sums of reference/sums.py.
+    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. If rows are
+    // UNSUMMED, the sums over the others go to `partial`, as partial sums of reference/sums.py.
     char* sums_out[2] = {nullptr, nullptr};
     Type sums_type[2] = {F64, F64};
     uint8_t* uncertified[2] = {nullptr, nullptr};
     double* partial[2] = {nullptr, nullptr};
 
     // The plan. Shape and dtypes alone decide the tiles: no bit depends on the number of threads.
-    Index tile_rows = 1, tiles = 1, step = 1;
-    bool past = false, ahead = false;  // non-temporal stores; prefetches
-    bool staged = false;               // results go through a scratch row, where they are added to and rounded
+    Index tile_rows = 1;
+    Index tiles = 1;
+    Index step = 1;
+    bool past = false;
+    bool ahead = false;   // non-temporal stores; prefetches
+    bool staged = false;  // results go through a scratch row, where they are added to and rounded
 
-    // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the range of
-    // its dy or, in float64, the worst errors of its rows.
-    double *wide_gamma = nullptr, *wide_beta = nullptr, *sizes = nullptr;
-    double *sums = nullptr, *ranges = nullptr;
+    // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the
+    // range of its dy or, in float64, the worst errors of its rows.
+    double* wide_gamma = nullptr;
+    double* wide_beta = nullptr;
+    double* sizes = nullptr;
+    double* sums = nullptr;
+    double* ranges = nullptr;
     double* own = nullptr;
     Index own_size = 0;  // float64 of one thread
     Index scratch_bytes = 0;
-    // Set where arithmetic overflows: an infinite result of finite input may be the rounding errors of huge terms.
+    // Set where arithmetic overflows: an infinite result of finite input may be the rounding errors
+    // of huge terms.
     bool* overflowed = nullptr;
 
     bool summing() const { return sums_out[0] || sums_out[1]; }
@@ -107,48 +136,66 @@ struct Call {
     Index step_in_pairs() const { return n <= EARLY ? step : 1; }
     // Words of a sum: a tile of one part has no low one.
     Index words() const { return pairs() || tile_rows > PART_OF<false> ? 2 : 1; }
-    // Vectors: dgamma, its low part, dbeta, its low part. Nearest adds two that bound their errors: sizes in pairs, the
-    // squares of dy and xhat in float64.
+    // Vectors: dgamma, its low part, dbeta, its low part. Nearest adds two that bound their errors:
+    // sizes in pairs, the squares of dy and xhat in float64.
     Index sums_per_tile() const { return (nearest ? 6 : 2 * words()) * padded_n(); }
 
     void lay_out_parameters(Arena& arena) {
         Index p = padded_n();
-        wide_gamma = arena.take(p), wide_beta = arena.take(backward ? 0 : p);
+        wide_gamma = arena.take(p);
+        wide_beta = arena.take(backward ? 0 : p);
         sizes = nearest && !backward ? arena.take(p) : nullptr;
     }
     void lay_out_sums(Arena& arena) {
-        if (summing()) sums = arena.take(sums_per_tile() * tiles), ranges = arena.take(2 * tiles);
+        if (summing()) {
+            sums = arena.take(sums_per_tile() * tiles);
+            ranges = arena.take(2 * tiles);
+        }
     }
 };
 
 // Scratch memory of one thread.
 struct Own {
-    double *addend;             // a row that is added
-    double *part;               // the sums of some rows
-    double *high, *low, *size;  // a row of results; in float64, `low` and `size` hold columns that are uncertified
-    // The float64 arithmetic. x - mean and g - m of types of 16 bits, for this group and the next; a row of zeros, in the place
-    // of a hard row.
+    double* addend;  // a row that is added
+    double* part;    // the sums of some rows
+    double *high, *low,
+        *size;  // a row of results; in float64, `low` and `size` hold columns that are uncertified
+    // The float64 arithmetic. x - mean and g - m of types of 16 bits, for this group and the next;
+    // a row of zeros, in the place of a hard row.
     double *kept, *zeros;
-    // Pairs, mostly afterwards, in the same memory: rows that are lifted, for this group and the next; xhat for each row of a group.
-    double *x[2] = {}, *dy[2] = {}, *xhat;
+    // Pairs, mostly afterwards, in the same memory: rows that are lifted, for this group and the
+    // next; xhat for each row of a group.
+    double* x[2] = {};
+    double* dy[2] = {};
+    double* xhat;
 
     Own(const Call& c, Arena& arena) {
         Index p = c.padded_n();
         bool narrow = c.backward && !c.in_pairs;
         addend = arena.take(c.plus.data ? p : 0);
-        part = arena.take(!narrow ? 0 : !c.summing() ? 4 * p : c.tile_rows > PART_OF<true> ? 2 * p : 0);
+        part = arena.take(!narrow                       ? 0
+                          : !c.summing()                ? 4 * p
+                          : c.tile_rows > PART_OF<true> ? 2 * p
+                                                        : 0);
         bool staged = c.staged || c.nearest;
         high = arena.take(staged || c.in_pairs ? p : 0);
-        low = arena.take(staged || c.over ? p : 0), size = arena.take(staged ? p : 0);
+        low = arena.take(staged || c.over ? p : 0);
+        size = arena.take(staged ? p : 0);
         Index start = arena.used;
-        Index sets = c.n <= EARLY_KEPT ? 2 : 1, rows = !c.nearest ? 2 : c.n <= LONG ? 4 : 1;
+        Index sets = c.n <= EARLY_KEPT ? 2 : 1;
+        Index rows = !c.nearest ? 2 : c.n <= LONG ? 4 : 1;
         kept = arena.take(narrow && BYTES[c.x.type] == 2 ? sets * rows * 2 * p : 0);
         zeros = arena.take(narrow && c.nearest ? p : 0);
         Index stop = arena.used;
         arena.used = start;
-        sets = c.n <= EARLY ? 2 : 1, rows = c.step_in_pairs();
-        Index of_x = c.pairs() && c.x.type != F64 ? p * rows : 0, of_dy = c.pairs() && c.backward && c.dy.type != F64 ? p * rows : 0;
-        for (int i = 0; i < sets; i++) x[i] = arena.take(of_x), dy[i] = arena.take(of_dy);
+        sets = c.n <= EARLY ? 2 : 1;
+        rows = c.step_in_pairs();
+        Index of_x = c.pairs() && c.x.type != F64 ? p * rows : 0;
+        Index of_dy = c.pairs() && c.backward && c.dy.type != F64 ? p * rows : 0;
+        for (int i = 0; i < sets; i++) {
+            x[i] = arena.take(of_x);
+            dy[i] = arena.take(of_dy);
+        }
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
         arena.used = arena.used > stop ? arena.used : stop;
     }

@@ -1,5 +1,5 @@
-// Ziv's rounding test (Ziv, ACM TOMS 17 (1991) 410) for the float64 results of rows.h, with rounding="nearest": a result is
-// certified if no midpoint of its type lies within its error bound.
+// Ziv's rounding test (Ziv, ACM TOMS 17 (1991) 410) for the float64 results of rows.h, with
+// rounding="nearest": a result is certified if no midpoint of its type lies within its error bound.
 //
 // Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2) >= rms(xhat)**2 and D = |d| rstd. H is
 // the longest chain of additions of a sum along a row. Terms of u**2 add 2 % at most. Then
@@ -22,9 +22,10 @@
 // RMS norm: d, D, b and mean(g - m) are 0. A constant row has q = 0 and b = M u. A constant g has G = 0. A step whose
 // bound is 0 is exact.
 //
-// The test has two steps. A register at a time is tested by one bound for all of a row: |xhat| <= sqrt(n q) and
-// |g - m| <= sqrt(n) G. The elements of a register that fails are tested each by its own bound: the result less the bound,
-// and plus it, must round alike. A row with an element that fails is repeated in pairs.
+// The test has two steps. A register at a time is tested by one bound for all of a row: |xhat| <=
+// sqrt(n q) and |g - m| <= sqrt(n) G. The elements of a register that fails are tested each by its
+// own bound: the result less the bound, and plus it, must round alike. A row with an element that
+// fails is repeated in pairs.
 #pragma once
 #include <cmath>
 
@@ -39,25 +40,32 @@ INLINE double larger(double a, double b) { return a < b ? b : a; }
 
 // The errors of a row: that of xhat is at most a |xhat| + b. M: as above, or 0.
 struct Errors {
-    double a = 0, b = 0, M = 0;
+    double a = 0;
+    double b = 0;
+    double M = 0;
 };
 
-// Arguments are upper bounds of sqrt(q), D**2 and M, and H; M = 0 if x is centered first. 4 D**2 + 1 / 16 stands for D: it is
-// no less, and equal at 1 / 8, which D is about for the guess from 64 elements.
-template <bool LAYER> INLINE Errors errors_of_xhat(double spread, double d_square, double M, double chain) {
-    double var = (chain + 4) * spread * spread + (LAYER ? (8 * d_square + 0.125) * spread * chain + d_square : 0) + 1;
+// Arguments are upper bounds of sqrt(q), D**2 and M, and H; M = 0 if x is centered first. 4 D**2 +
+// 1 / 16 stands for D: it is no less, and equal at 1 / 8, which D is about for the guess from 64
+// elements.
+template <bool LAYER>
+INLINE Errors errors_of_xhat(double spread, double d_square, double M, double chain) {
+    double var = (chain + 4) * spread * spread +
+                 (LAYER ? (8 * d_square + 0.125) * spread * chain + d_square : 0) + 1;
     Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * spread + M) : 0, M};
     // A row without a small bound, NaN included, has infinite ones, and so certifies nothing.
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
-// Rows with a larger error are computed in pairs, since dgamma's bound takes the worst row for all. Ordinary rows have about
-// 2**-48; the factor of 16 leaves room for M, where a tile near zero has a row of large mean.
+// Rows with a larger error are computed in pairs, since dgamma's bound takes the worst row for all.
+// Ordinary rows have about 2**-48; the factor of 16 leaves room for M, where a tile near zero has a
+// row of large mean.
 constexpr double HARD = 0x1p-44;
 
-// Registers of a run, which is added sequentially; the sums of runs are added pairwise. The backward sets six sums aside after
-// a run: with runs of 16 instead of 8 it takes 3 % less time.
-constexpr Index RUN = 8, RUN_BACK = 16;
+// Registers of a run, which is added sequentially; the sums of runs are added pairwise. The
+// backward sets six sums aside after a run: with runs of 16 instead of 8 it takes 3 % less time.
+constexpr Index RUN = 8;
+constexpr Index RUN_BACK = 16;
 
 // The longest chain of additions of a sum of n columns, in so many lanes, of up to 16.
 INLINE double chain_of(Index n, Index lanes, Index run) {
@@ -66,52 +74,64 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
     return chain;
 }
 
-// The least bound that is not 0. Subnormal numbers have fewer digits and other midpoints: with this bound no subnormal float32
-// or bfloat16 passes the quick test. `may_differ` fails those of float16 itself.
+// The least bound that is not 0. Subnormal numbers have fewer digits and other midpoints: with this
+// bound no subnormal float32 or bfloat16 passes the quick test. `may_differ` fails those of float16
+// itself.
 constexpr double LEAST_BOUND = 0x1p-134;
 
-// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. M: 0 for x that is centered first.
+// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. M: 0 for x that is
+// centered first.
 INLINE double bound_of_y(Errors of, double spread, Index n, double M) {
     return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * spread) + of.b + 1.02 * U * M);
 }
 template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
-    return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
+    return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v),
+        fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
 }
 
-// The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then one bound for all dx of a row, and
-// the bound of each dx. `rms_g` is G.
-INLINE Errors errors_of_dx(Errors of, double rstd, double rms_g, double plain, double slope, double chain) {
+// The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then one
+// bound for all dx of a row, and the bound of each dx. `rms_g` is G.
+INLINE Errors errors_of_dx(
+    Errors of, double rstd, double rms_g, double plain, double slope, double chain) {
     double both = (2 * of.a + 7 * U * of.M) * slope + (of.b + 6 * U) * (plain + slope);
     return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * rms_g + both)};
 }
 INLINE double bound_of_dx(Errors of_dx, double rstd, double rms_g, double spread, Index n) {
-    double root = std::sqrt((double)n), most = root * spread;  // most: the largest |xhat|
+    double root = std::sqrt((double)n);
+    double most = root * spread;  // most: the largest |xhat|
     return of_dx.a * rstd * rms_g * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
 }
 template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) {
-    return fma(like(v, of_dx.a), magnitude(v), fma(like(v, of_dx.b), magnitude(xhat), like(v, LAYER ? of_dx.b : 0)));
+    return fma(like(v, of_dx.a), magnitude(v),
+        fma(like(v, of_dx.b), magnitude(xhat), like(v, LAYER ? of_dx.b : 0)));
 }
 
-// The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root of sum v**2 sum w**2 stands
-// for sum |v w|, which may be far less; 1.03: 2 % for terms of u**2, 1 % for merging.
-INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> dy_squares, Lanes<8> xhat_squares, double rows) {
-    return root(dy_squares) * fma(broadcast<8>(1.03 * worst.a), root(xhat_squares), broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
+// The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root
+// of sum v**2 sum w**2 stands for sum |v w|, which may be far less; 1.03: 2 % for terms of u**2, 1
+// % for merging.
+INLINE Lanes<8> bound_of_sum(
+    Errors worst, Lanes<8> dy_squares, Lanes<8> xhat_squares, double rows) {
+    return root(dy_squares) * fma(broadcast<8>(1.03 * worst.a), root(xhat_squares),
+                                  broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
 }
 
-// Whether a midpoint may lie between two bounds of a result. If the bounds share all bits down to the first that rounding
-// drops, neither a midpoint nor a number of the type lies between them.
+// Whether a midpoint may lie between two bounds of a result. If the bounds share all bits down to
+// the first that rounding drops, neither a midpoint nor a number of the type lies between them.
 template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
     Lanes<L, W> positive = magnitude(most);
     I small = {};
     if (DIGITS<To> == 11) EACH small |= (I)positive.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
-    return any_of<W>(differences(most, least), -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
+    return any_of<W>(differences(most, least), -(1LL << (52 - DIGITS<To>))) ||
+           (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
 // Whether v - error and v + error round differently.
-template <class To, int L, int W> NOINLINE bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index count) {
+template <class To, int L, int W>
+NOINLINE bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index count) {
     To less[L], more[L];
-    store(less, v - error), store(more, v + error);
+    store(less, v - error);
+    store(more, v + error);
     return memcmp(less, more, (size_t)count * sizeof(To)) != 0;
 }
 

@@ -4,9 +4,12 @@
 
 namespace {
 
-// Adds `part` to the compensated sum total + low; the low part of an infinite sum is 0, where the formula gives NaN.
+// Adds `part` to the compensated sum total + low; the low part of an infinite sum is 0, where the
+// formula gives NaN.
 template <class V> INLINE void merge(V part, V& total, V& low) {
-    V high = total + part, t = high - total, error = (total - (high - t)) + (part - t);
+    V high = total + part;
+    V t = high - total;
+    V error = (total - (high - t)) + (part - t);
     error = (high - high == high - high) ? error + low : V{};
     total = high + error;
     low = (high - high == high - high) ? error - (total - high) : V{};
@@ -16,25 +19,29 @@ NOINLINE inline void merge_columns(const double* part, double* total, double* lo
     using V = Register<double, WIDEST>;
     // Vectors are padded.
     for (Index j = 0; j < n; j += WIDEST) {
-        V t = read<V>(total + j), l = read<V>(low + j);
+        V t = read<V>(total + j);
+        V l = read<V>(low + j);
         merge(read<V>(part + j), t, l);
-        write(total + j, t), write(low + j, l);
+        write(total + j, t);
+        write(low + j, l);
     }
 }
 
 // ---- gamma and beta ----
 
-// Widens n elements of a parameter, with one NaN for all, or fills in the neutral one; zeros follow them.
+// Widens n elements of a parameter, with one NaN for all, or fills in the neutral one; zeros follow
+// them.
 inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
     for (Index j = 0; !from && j < n; j++) to[j] = neutral;
-    if (from) of_type(type, [&](auto* kind) {
-        each_columns<L>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
-            Lanes<L> v = load<L>((decltype(kind))from + j, count);
-            for (auto& e : v.v) e = e == e ? e : broadcast<WIDEST>(__builtin_nan("")).v[0];
-            store(to + j, v, count);
+    if (from)
+        of_type(type, [&](auto* kind) {
+            each_columns<L>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
+                Lanes<L> v = load<L>((decltype(kind))from + j, count);
+                for (auto& e : v.v) e = e == e ? e : broadcast<WIDEST>(__builtin_nan("")).v[0];
+                store(to + j, v, count);
+            });
         });
-    });
 }
 
 // Whether all are 0 or between `least` and the largest in size. NaN is neither.
@@ -46,7 +53,8 @@ inline bool is_within(const double* v, Index n, double least) {
 inline bool prepare(const Call& c) {
     widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
     if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.wide_beta, c.n);
-    const double *gamma = c.wide_gamma, *beta = c.wide_beta;
+    const double* gamma = c.wide_gamma;
+    const double* beta = c.wide_beta;
     double* __restrict sizes = c.sizes;
     for (Index j = 0, stop = c.padded_n(); sizes && j < stop; j++) {
         double size = magnitude(gamma[j]) + magnitude(beta[j]);
@@ -57,14 +65,18 @@ inline bool prepare(const Call& c) {
     if (!c.pairs()) {
         bool moderate = c.gamma_type != F64 || is_within(gamma, c.n, 0);
         // |xhat| is at most sqrt(n): y stays below the largest number of its type.
-        double largest = c.y.type == F16 ? 0x1p15 : 0x1p127, most = std::sqrt((double)c.n);
-        for (Index j = 0; c.over && !c.backward && j < c.n; j++) moderate = moderate && most * magnitude(gamma[j]) + magnitude(beta[j]) < largest;
+        double largest = c.y.type == F16 ? 0x1p15 : 0x1p127;
+        double most = std::sqrt((double)c.n);
+        for (Index j = 0; c.over && !c.backward && j < c.n; j++)
+            moderate = moderate && most * magnitude(gamma[j]) + magnitude(beta[j]) < largest;
         return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
     }
     // Finite numbers of narrow types are in range.
-    bool within = c.in_pairs ? is_within(c.wide_gamma, c.n, SMALLEST) : is_within(c.backward ? gamma : sizes, c.n, 0);
+    bool within = c.in_pairs ? is_within(c.wide_gamma, c.n, SMALLEST)
+                             : is_within(c.backward ? gamma : sizes, c.n, 0);
     if (!within || c.backward) return within;
-    return (!c.in_pairs || is_within(beta, c.n, 0)) && (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
+    return (!c.in_pairs || is_within(beta, c.n, 0)) &&
+           (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
 }
 
 // ---- sums ----
@@ -78,46 +90,66 @@ struct ColumnSums {
 constexpr double ZEROS[COLUMNS + 16] = {};
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, ColumnSums& of) {
-    Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4, place = which * c.words() * p;
+    Index p = c.padded_n();
+    Index sizes = c.in_pairs ? 4 + which : 4;
+    Index place = which * c.words() * p;
     bool deep = c.words() == 2;
     if (c.tiles == 1) {
         double* sums = c.sums + start;
-        of.high = sums + place, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
+        of.high = sums + place;
+        of.low = deep ? of.high + p : ZEROS;
+        of.size = sums + sizes * p;
+        of.other = sums + 5 * p;
         return;
     }
     memset(of.room, 0, sizeof of.room);
-    double *high = of.room[0], *low = of.room[1];
-    of.high = high, of.low = low, of.size = of.room[2], of.other = of.room[3];
+    double* high = of.room[0];
+    double* low = of.room[1];
+    of.high = high;
+    of.low = low;
+    of.size = of.room[2];
+    of.other = of.room[3];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + place, high, low, count);
         if (deep) merge_columns(sums + place + p, high, low, count);
-        for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[sizes * p + j], of.other[j] += sums[5 * p + j];
+        for (Index j = 0; c.nearest && j < count; j++) {
+            of.size[j] += sums[sizes * p + j];
+            of.other[j] += sums[5 * p + j];
+        }
     }
 }
 
 // Bounds the errors of sums of pairs or of float64.
 inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
-    // The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the reciprocal of its last bit.
+    // The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the
+    // reciprocal of its last bit.
     Errors worst = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++) worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
+    for (Index tile = 0; tile < c.tiles; tile++)
+        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
     if (!c.in_pairs) {
         // Terms of dbeta are exact: its errors are those of its additions.
-        if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
+        if (which == 1)
+            worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>)*U};
         for (Index j = 0; j < count; j += 8) {
             Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
-            Lanes<8> error = bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows);
+            Lanes<8> error =
+                bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows);
             // NaN certifies nothing; columns of zeros stay certain.
-            for (auto& e : error.v) e = e < __builtin_inf() ? e > 0 ? e + LEAST_BOUND : e : Register<double, WIDEST>{} + __builtin_inf();
+            for (auto& e : error.v)
+                e = e < __builtin_inf() ? e > 0 ? e + LEAST_BOUND : e
+                                        : Register<double, WIDEST>{} + __builtin_inf();
             store(of.error + j, error);
         }
         return;
     }
-    double bound = sums_bound(c.n, c.tile_rows, c.tiles), rows = (double)(c.tiles * c.tile_rows);
-    // The sums of dy are multiples of the last bit of the smallest |dy|; if their low parts are at most 2**52 times that, any
-    // two add up exactly as pairs.
+    double bound = sums_bound(c.n, c.tile_rows, c.tiles);
+    double rows = (double)(c.tiles * c.tile_rows);
+    // The sums of dy are multiples of the last bit of the smallest |dy|; if their low parts are at
+    // most 2**52 times that, any two add up exactly as pairs.
     bool exact = which == 1 && rows * 0x1p-53 * rows * worst.a * worst.b <= 0x1p52;
-    for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
+    for (Index j = 0; j < count; j++)
+        of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
 // Sums as pairs; 1.02 times `error` bounds their errors.
@@ -126,17 +158,21 @@ struct Close {
     Lanes<8> error;
 };
 
-// Sums up to 8 columns of dgamma or dbeta again, exactly but for the rounding of terms, and with each row's own error
-// instead of the worst of all rows. DEEP: with statistics in pairs.
-template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
+// Sums up to 8 columns of dgamma or dbeta again, exactly but for the rounding of terms, and with
+// each row's own error instead of the worst of all rows. DEEP: with statistics in pairs.
+template <bool LAYER, bool DEEP>
+inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
     using N = Lanes<8>;
-    constexpr Index TOGETHER = 16;  // rows gathered before one is loaded: a load waits for stores of its parts
+    constexpr Index TOGETHER =
+        16;  // rows gathered before one is loaded: a load waits for stores of its parts
     double chain = chain_of(c.n, L, RUN);
     N bound = broadcast<8>(sums_bound(c.n, 0, 0));
     Pair<N> sum = {};
     N size = {};
     auto add = [&](Pair<N> term) INLINE_LAMBDA {
-        Pair<N> next = two_sum(sum.high, term.high), rest = two_sum(sum.low, next.low), last = two_sum(rest.high, term.low);
+        Pair<N> next = two_sum(sum.high, term.high);
+        Pair<N> rest = two_sum(sum.low, next.low);
+        Pair<N> last = two_sum(rest.high, term.low);
         sum = {next.high, last.high};
         return magnitude(rest.low) + magnitude(last.low);
     };
@@ -146,12 +182,15 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
         for (Index top = 0; top < c.rows; top += TOGETHER) {
             Index rows = at_most(c.rows - top, TOGETHER);
             for (Index i = 0; i < rows; i++) {
-                const T *dy = (T*)row_of(c.dy, top + i) + start, *x = (T*)row_of(c.x, top + i) + start;
+                const T* dy = (T*)row_of(c.dy, top + i) + start;
+                const T* x = (T*)row_of(c.x, top + i) + start;
                 for (Index k = 0; k < count; k++) gathered[0][i][k] = read<T>(dy + columns[k]);
-                for (Index k = 0; which == 0 && k < count; k++) gathered[1][i][k] = read<T>(x + columns[k]);
+                for (Index k = 0; which == 0 && k < count; k++)
+                    gathered[1][i][k] = read<T>(x + columns[k]);
             }
             for (Index i = 0; i < rows; i++) {
-                N d = load<8>(gathered[0][i]), v = load<8>(gathered[1][i]);
+                N d = load<8>(gathered[0][i]);
+                N v = load<8>(gathered[1][i]);
                 if (which == 1) {
                     size = size + add({d, N{}});
                 } else if constexpr (DEEP) {
@@ -162,13 +201,20 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
                     if (LAYER) pairs::find_center(x, c, at);
                     pairs::Row row(at);
                     Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
-                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(row.spread, v, row.center)));
+                    size = size + add(xhat * d) +
+                           bound * (magnitude(d) *
+                                       (magnitude(xhat.high) +
+                                           pairs::shared<LAYER>(row.spread, v, row.center)));
                 } else {
-                    double mean = LAYER ? c.mean[top + i] : 0, mean_lo = LAYER ? c.mean_lo[top + i] : 0, rstd = c.rstd[top + i];
+                    double mean = LAYER ? c.mean[top + i] : 0;
+                    double mean_lo = LAYER ? c.mean_lo[top + i] : 0;
+                    double rstd = c.rstd[top + i];
                     Errors of = errors_again<LAYER>(c, top + i, 0, chain);
-                    N xhat = fma(v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-mean_lo * rstd));
+                    N xhat = fma(
+                        v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-mean_lo * rstd));
                     add(two_product(d, xhat));
-                    size = fma(magnitude(d), fma(broadcast<8>(of.a), magnitude(xhat), broadcast<8>(of.b)), size);
+                    size = fma(magnitude(d),
+                        fma(broadcast<8>(of.a), magnitude(xhat), broadcast<8>(of.b)), size);
                 }
             }
             // The low part may be the larger after a cancellation.
@@ -178,28 +224,40 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     return {sum, size};
 }
 
-// Sums the uncertified columns closely, with statistics in float64 and then in pairs, and rounds those that this certifies.
-// dbeta is certified where its sum is exact as a pair: sums of few narrow numbers mostly are, and are often midpoints.
-template <class To> void finish_uncertified(const Call& c, int which, Index start, Index count, const ColumnSums& of, To* out, uint8_t* uncertified) {
-    Index columns[COLUMNS], remaining = 0;
+// Sums the uncertified columns closely, with statistics in float64 and then in pairs, and rounds
+// those that this certifies. dbeta is certified where its sum is exact as a pair: sums of few
+// narrow numbers mostly are, and are often midpoints.
+template <class To>
+void finish_uncertified(const Call& c, int which, Index start, Index count, const ColumnSums& of,
+    To* out, uint8_t* uncertified) {
+    Index columns[COLUMNS];
+    Index remaining = 0;
     for (Index j = 0; j < count; j++)
         if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[remaining++] = j;
-    auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
+    auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>;
+    auto deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
     for (auto sum : {shallow, deep}) {
         Index rest = 0;
         for (Index first = 0; first < remaining; first += 8) {
             Index together = at_most(remaining - first, 8);
             Close close = sum(c, which, start, columns + first, together);
             double high[8], low[8], error[8];
-            store(high, close.sum.high), store(low, close.sum.low), store(error, close.error);
+            store(high, close.sum.high);
+            store(low, close.sum.low);
+            store(error, close.error);
             To results[8];
             uint8_t differ[8];
             round_pairs(results, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
             for (Index k = 0; k < together; k++) {
                 Index column = columns[first + k];
-                bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
-                if (certain) write(out + column, results[k]), uncertified[column] = 0;
-                else columns[rest++] = column;
+                bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() &&
+                                                magnitude(high[k]) < __builtin_inf()
+                                          : error[k] == 0;
+                if (certain) {
+                    write(out + column, results[k]);
+                    uncertified[column] = 0;
+                } else
+                    columns[rest++] = column;
             }
         }
         remaining = which == 0 ? rest : 0;
@@ -211,17 +269,21 @@ inline void put_partial(const ColumnSums& of, bool bounded, Index count, double*
     for (Index j = 0; j < count; j++, out += 3) {
         Pair<double> sum = two_sum(of.high[j], of.low[j]);
         bool finite = magnitude(sum.high) < __builtin_inf();
-        out[0] = sum.high, out[1] = finite ? sum.low : 0, out[2] = !finite ? 0 : bounded ? of.error[j] : __builtin_nan("");
+        out[0] = sum.high;
+        out[1] = finite ? sum.low : 0;
+        out[2] = !finite ? 0 : bounded ? of.error[j] : __builtin_nan("");
     }
 }
 
-// Adds up the tiles' sums of some columns and rounds each, with Ziv's rounding test by its own bound.
+// Adds up the tiles' sums of some columns and rounds each, with Ziv's rounding test by its own
+// bound.
 inline void finish(const Call& c, int which, Index start, Index stop, bool unsummed) {
     ColumnSums of;
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
     if (c.nearest) find_errors(c, which, count, of);
-    if (unsummed || c.unrounded) return put_partial(of, c.nearest, count, c.partial[which] + 3 * start);
+    if (unsummed || c.unrounded)
+        return put_partial(of, c.nearest, count, c.partial[which] + 3 * start);
     of_type(c.sums_type[which], [&](auto* kind) {
         using To = std::remove_pointer_t<decltype(kind)>;
         To* out = (To*)c.sums_out[which] + start;
@@ -229,13 +291,21 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
         // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
         bool exact = which == 1 && c.dy.type == F16 && !c.in_pairs;
-        round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
-        if constexpr (sizeof(To) < 8) if (c.nearest && !c.in_pairs && !exact) finish_uncertified(c, which, start, count, of, out, uncertified);
-        // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64 sums that are not finite.
+        round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count,
+            uncertified);
+        if constexpr (sizeof(To) < 8)
+            if (c.nearest && !c.in_pairs && !exact)
+                finish_uncertified(c, which, start, count, of, out, uncertified);
+        // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64
+        // sums that are not finite.
         const double nan = __builtin_nan("");
         for (Index j = 0; j < count; j++) {
-            if (c.in_pairs && of.high[j] != of.high[j]) convert(&nan, out + j, 1), c.nearest && (uncertified[j] = 0);
-            if (c.nearest && !c.in_pairs) uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
+            if (c.in_pairs && of.high[j] != of.high[j]) {
+                convert(&nan, out + j, 1);
+                c.nearest && (uncertified[j] = 0);
+            }
+            if (c.nearest && !c.in_pairs)
+                uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
         }
     });
 }

@@ -1,5 +1,5 @@
-// Lanes: L float64 as an array of native registers. Column j of a row is in lane j % L on every processor; processors differ
-// in the lanes of one register alone.
+// Lanes: L float64 as an array of native registers. Column j of a row is in lane j % L on every
+// processor; processors differ in the lanes of one register alone.
 #pragma once
 #include "simd.h"
 
@@ -13,12 +13,30 @@ template <int L, int W = WIDEST> struct Lanes {
 // Unrolls a loop over registers, which would otherwise go through memory.
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < L / W; i++)
 
-template <int L, int W> INLINE Lanes<L, W> operator+(Lanes<L, W> a, Lanes<L, W> b) { EACH a.v[i] += b.v[i]; return a; }
-template <int L, int W> INLINE Lanes<L, W> operator-(Lanes<L, W> a, Lanes<L, W> b) { EACH a.v[i] -= b.v[i]; return a; }
-template <int L, int W> INLINE Lanes<L, W> operator*(Lanes<L, W> a, Lanes<L, W> b) { EACH a.v[i] *= b.v[i]; return a; }
-template <int L, int W> INLINE Lanes<L, W> operator/(Lanes<L, W> a, Lanes<L, W> b) { EACH a.v[i] /= b.v[i]; return a; }
-template <int L, int W> INLINE Lanes<L, W> operator-(Lanes<L, W> a) { EACH a.v[i] = -a.v[i]; return a; }
-template <int L, int W> INLINE Lanes<L, W> root(Lanes<L, W> a) { EACH a.v[i] = Vector<W>::root(a.v[i]); return a; }
+template <int L, int W> INLINE Lanes<L, W> operator+(Lanes<L, W> a, Lanes<L, W> b) {
+    EACH a.v[i] += b.v[i];
+    return a;
+}
+template <int L, int W> INLINE Lanes<L, W> operator-(Lanes<L, W> a, Lanes<L, W> b) {
+    EACH a.v[i] -= b.v[i];
+    return a;
+}
+template <int L, int W> INLINE Lanes<L, W> operator*(Lanes<L, W> a, Lanes<L, W> b) {
+    EACH a.v[i] *= b.v[i];
+    return a;
+}
+template <int L, int W> INLINE Lanes<L, W> operator/(Lanes<L, W> a, Lanes<L, W> b) {
+    EACH a.v[i] /= b.v[i];
+    return a;
+}
+template <int L, int W> INLINE Lanes<L, W> operator-(Lanes<L, W> a) {
+    EACH a.v[i] = -a.v[i];
+    return a;
+}
+template <int L, int W> INLINE Lanes<L, W> root(Lanes<L, W> a) {
+    EACH a.v[i] = Vector<W>::root(a.v[i]);
+    return a;
+}
 template <int L, int W> INLINE Lanes<L, W> fma(Lanes<L, W> a, Lanes<L, W> b, Lanes<L, W> c) {
     EACH c.v[i] = Vector<W>::fma(a.v[i], b.v[i], c.v[i]);
     return c;
@@ -29,14 +47,16 @@ template <int L, int W = WIDEST> INLINE Lanes<L, W> broadcast(double s) {
     EACH r.v[i] = s - Register<double, W>{};  // not 0 + s: -0.0 stays
     return r;
 }
-template <int L, int W> INLINE Lanes<L, W> like(Lanes<L, W>, double s) { return broadcast<L, W>(s); }
+template <int L, int W> INLINE Lanes<L, W> like(Lanes<L, W>, double s) {
+    return broadcast<L, W>(s);
+}
 
 INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 INLINE double minus(double a, double b) { return a - b; }
 INLINE double magnitude(double a) { return __builtin_fabs(a); }
 
-// Subtracts with a fused multiply-add, by a -1 that the compiler cannot see. AMD Zen has separate units that add and that
-// multiply; this keeps the former free.
+// Subtracts with a fused multiply-add, by a -1 that the compiler cannot see. AMD Zen has separate
+// units that add and that multiply; this keeps the former free.
 template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
     Register<double, W> one = broadcast<W, W>(-1.0).v[0];
     Vector<W>::hide(one);
@@ -100,8 +120,9 @@ template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p) {
     return r;
 }
 
-// Rounds to odd, two bits longer than the narrow type: truncates, and sets the last bit if anything was lost. The result is
-// no midpoint of the narrow type, so that it may be rounded again (Boldo and Melquiond 2008); float32 holds its bits.
+// Rounds to odd, two bits longer than the narrow type: truncates, and sets the last bit if anything
+// was lost. The result is no midpoint of the narrow type, so that it may be rounded again (Boldo
+// and Melquiond 2008); float32 holds its bits.
 template <int DIGITS, int L, int W> INLINE Lanes<L, W> odd(Lanes<L, W> a) {
     constexpr int64_t mask = (1LL << (51 - DIGITS)) - 1;
     EACH {
@@ -123,17 +144,22 @@ INLINE H16 half_bits(F8 a, F8 b, const bf16*) {
 INLINE H16 half_bits(F8 a, F8 b, const f16*) { return both(half_of(a), half_of(b)); }
 
 // Rounds two registers without midpoints of the narrow type and without NaN.
-INLINE H16 certain_bits(F8 a, F8 b, const bf16*) { return high_halves((U8)a + 0x8000, (U8)b + 0x8000); }
+INLINE H16 certain_bits(F8 a, F8 b, const bf16*) {
+    return high_halves((U8)a + 0x8000, (U8)b + 0x8000);
+}
 INLINE H16 certain_bits(F8 a, F8 b, const f16* p) { return half_bits(a, b, p); }
 
-// Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, which one value in 2**16 becomes, and at
-// bfloat16's NaNs. Midpoints of float16 and of its subnormals end in twelve zeros. Integers round bfloat16, which sets no flag:
-// the product overflows where bfloat16 does, from 0x1.ffp127 on.
+// Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, which one value
+// in 2**16 becomes, and at bfloat16's NaNs. Midpoints of float16 and of its subnormals end in
+// twelve zeros. Integers round bfloat16, which sets no flag: the product overflows where bfloat16
+// does, from 0x1.ffp127 on.
 INLINE bool may_round_twice(F8 a, F8 b, const bf16*) {
     constexpr f32 overflows = 0x1.008040p0f;
     return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a * overflows, b * overflows));
 }
-INLINE bool may_round_twice(F8 a, F8 b, const f16*) { return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0)); }
+INLINE bool may_round_twice(F8 a, F8 b, const f16*) {
+    return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0));
+}
 template <class T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;
 template <> constexpr int DIGITS<f16> = 11;
@@ -149,19 +175,24 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
         // Round sixteen at a time; eight alone are done twice.
         constexpr int NEXT = L == 8 ? 0 : 1;
         F8 v[L / 8];
-        auto narrow = [&]() INLINE_LAMBDA { for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W); };
+        auto narrow = [&]() INLINE_LAMBDA {
+            for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W);
+        };
         auto round = [&](auto bits_of) INLINE_LAMBDA {
             for (int k = 0; k < L / 8; k += 2) {
                 H16 bits = bits_of(v[k], v[k + NEXT]);
-                if constexpr (L == 8) put(p, read<H8>(&bits));
-                else put(p + k * 8, bits);
+                if constexpr (L == 8)
+                    put(p, read<H8>(&bits));
+                else
+                    put(p + k * 8, bits);
             }
         };
         bool twice = false;
         narrow();
         for (int k = 0; k < L / 8; k += 2) twice |= may_round_twice(v[k], v[k + NEXT], p);
         if (__builtin_expect(twice, 0)) {
-            a = odd<DIGITS<T>>(a), narrow();
+            a = odd<DIGITS<T>>(a);
+            narrow();
             round([p](F8 one, F8 other) INLINE_LAMBDA { return half_bits(one, other, p); });
         } else {
             round([p](F8 one, F8 other) INLINE_LAMBDA { return certain_bits(one, other, p); });
@@ -169,8 +200,8 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
     }
 }
 
-// Loads and stores m columns of a row, a constant L or the last ones: through a copy, so that nothing behind the row is read or
-// written.
+// Loads and stores m columns of a row, a constant L or the last ones: through a copy, so that
+// nothing behind the row is read or written.
 template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
     if (__builtin_constant_p(m) && m == L) return load<L, W>(p);
     T copy[L] = {};
@@ -184,10 +215,12 @@ template <int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a, Index m)
     memcpy(p, copy, (size_t)m * sizeof(T));
 }
 
-// Calls f(j, count) for the columns from start to stop, L at a time; `count` is L, a constant once f is inlined, or less.
+// Calls f(j, count) for the columns from start to stop, L at a time; `count` is L, a constant once
+// f is inlined, or less.
 template <int L, class F> INLINE void each_columns(Index start, Index stop, F f) {
     Index j = start;
-// Unrolling makes GCC 12 keep the sums of `measure` in memory where there are 16 registers: 0.17 ns, without it 0.09.
+// Unrolling makes GCC 12 keep the sums of `measure` in memory where there are 16 registers: 0.17
+// ns, without it 0.09.
 #pragma GCC unroll 1
     for (; j + L <= stop; j += L) f(j, (Index)L);
     if (j < stop) f(j, stop - j);

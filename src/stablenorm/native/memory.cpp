@@ -1,6 +1,6 @@
-// Keeps idle blocks in the order in which they came back. Capacities are 4, 5, 6 or 7 times a power of two: the next result of
-// about that size finds a block, at most a quarter too large, in pages that nobody touches. Beyond HUGE they are 32 to 63
-// times one, since some systems limit addresses.
+// Keeps idle blocks in the order in which they came back. Capacities are 4, 5, 6 or 7 times a power
+// of two: the next result of about that size finds a block, at most a quarter too large, in pages
+// that nobody touches. Beyond HUGE they are 32 to 63 times one, since some systems limit addresses.
 #include "memory.h"
 
 #include <cstdint>
@@ -15,7 +15,10 @@ namespace memory {
 namespace {
 
 // Smaller blocks are recycled by malloc.
-constexpr size_t LEAST = 1 << 18, PAGE = 4096, LINE = 64, HUGE = 1 << 26;
+constexpr size_t LEAST = 1 << 18;
+constexpr size_t PAGE = 4096;
+constexpr size_t LINE = 64;
+constexpr size_t HUGE = 1 << 26;
 // Blocks for the results and caches of a few layers; a longer list would take longer to search.
 constexpr int BLOCKS = 64;
 
@@ -26,12 +29,14 @@ struct Block {
 };
 Block idle[BLOCKS];
 int count;
-size_t idle_size, limit = 512 << 20;
+size_t idle_size;
+size_t limit = 512 << 20;
 std::mutex mutex;
 
 #if !defined(_WIN32)
 // Hold the lock across a fork: a child of another thread would otherwise wait for it for ever.
-const int forks = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
+const int forks =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 #endif
 
 Block& block_of(void* memory) { return ((Block*)memory)[-1]; }
@@ -49,7 +54,8 @@ Block remove(int i) {
     return block;
 }
 
-// Finds an idle block, the latest first, which is the likeliest to be in the caches; without a base if there is none.
+// Finds an idle block, the latest first, which is the likeliest to be in the caches; without a base
+// if there is none.
 Block find(size_t capacity) {
     std::lock_guard<std::mutex> lock(mutex);
     for (int i = count - 1; i >= 0; i--)
@@ -70,12 +76,14 @@ void* take(size_t bytes) {
     Block block{nullptr, capacity_of(bytes)};
     bool large = block.capacity >= LEAST;
     if (large) block = find(block.capacity);
-    if (!block.base) block.base = malloc(block.capacity + LINE + sizeof(Block) + (large ? PAGE : 0));
+    if (!block.base)
+        block.base = malloc(block.capacity + LINE + sizeof(Block) + (large ? PAGE : 0));
     if (!block.base) return nullptr;
     uintptr_t place = ((uintptr_t)block.base + sizeof(Block) + LINE - 1) / LINE * LINE;
     if (large) {
-        // Start blocks 25 lines apart within a page: a load waits for a recent store whose address agrees in the last 12
-        // bits. 25 is the golden section of 64 lines: few or many places are spread evenly.
+        // Start blocks 25 lines apart within a page: a load waits for a recent store whose address
+        // agrees in the last 12 bits. 25 is the golden section of 64 lines: few or many places are
+        // spread evenly.
         size_t now = __atomic_add_fetch(&start, 25 * LINE, __ATOMIC_RELAXED);
         place += (now - place) % PAGE;
     }

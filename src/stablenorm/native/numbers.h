@@ -1,8 +1,9 @@
 // Double-double: a number is high + low, of float64 or of lanes of such; on the device, of float64.
 //
-// Sums and products use the error-free transformations of Knuth and Dekker, the latter by the fused multiply-add (Joldes,
-// Muller and Popescu, ACM TOMS 44 (2017) 15). The low part of a sum or a product may exceed half an ulp of the high one by a
-// few bits until the pair is `settled`; sums and products of such pairs are as exact.
+// Sums and products use the error-free transformations of Knuth and Dekker, the latter by the fused
+// multiply-add (Joldes, Muller and Popescu, ACM TOMS 44 (2017) 15). The low part of a sum or a
+// product may exceed half an ulp of the high one by a few bits until the pair is `settled`; sums
+// and products of such pairs are as exact.
 //
 // Requires of N: +, -, *, /, fma, minus, root and like(N, double), each rounded once.
 #pragma once
@@ -15,7 +16,8 @@ template <class N> struct Pair {
 
 // fl(a + b) and its exact error; half of its operations run on the units that multiply.
 template <class N> INLINE Pair<N> two_sum(N a, N b) {
-    N sum = a + b, part = minus(sum, a);
+    N sum = a + b;
+    N part = minus(sum, a);
     return {sum, minus(a, sum - part) + minus(b, part)};
 }
 
@@ -70,7 +72,8 @@ template <class N> INLINE Pair<N> reciprocal_root(Pair<N> v) {
     Pair<N> product = v * two_product(start, start);
     // About 2**-52; the subtraction is exact.
     N delta = (like(v.high, 1.0) - product.high) - product.low;
-    return fast_two_sum(start, start * fma(like(v.high, 0.375) * delta, delta, like(v.high, 0.5) * delta));
+    return fast_two_sum(
+        start, start * fma(like(v.high, 0.375) * delta, delta, like(v.high, 0.5) * delta));
 }
 
 }  // namespace

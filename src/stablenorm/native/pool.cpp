@@ -1,8 +1,8 @@
-// A job is announced by making `generation` odd. Each thread has a run of neighbouring parts, whose rows stay in its
-// core's cache over the calls of a loop, and claims them from the run's atomic counter; a thread that is done claims
-// parts of the others' runs. Any number of helpers may join, at any time; the caller waits only for helpers that have
-// begun. A helper that has just worked looks for more for some microseconds, since the next call of a loop
-// comes soon, and then sleeps.
+// A job is announced by making `generation` odd. Each thread has a run of neighbouring parts, whose
+// rows stay in its core's cache over the calls of a loop, and claims them from the run's atomic
+// counter; a thread that is done claims parts of the others' runs. Any number of helpers may join,
+// at any time; the caller waits only for helpers that have begun. A helper that has just worked
+// looks for more for some microseconds, since the next call of a loop comes soon, and then sleeps.
 #include "pool.h"
 
 #include <atomic>
@@ -20,7 +20,8 @@
 namespace pool {
 namespace {
 
-// Spin time of an idle helper: longer than the Python code between two calls, too short to show up as load.
+// Spin time of an idle helper: longer than the Python code between two calls, too short to show up
+// as load.
 constexpr auto SPIN = std::chrono::microseconds(100);
 using Clock = std::chrono::steady_clock;
 
@@ -43,7 +44,8 @@ struct Pool {
     } runs[MOST];
 };
 
-// The pool is never destroyed: helpers may outlive all else. A forked child, which has no helpers, makes it anew.
+// The pool is never destroyed: helpers may outlive all else. A forked child, which has no helpers,
+// makes it anew.
 alignas(Pool) unsigned char memory[sizeof(Pool)];
 Pool* pool = new (memory) Pool;
 
@@ -59,25 +61,32 @@ void pause() {
 int sched_getcpu() { return -1; }
 #endif
 
-// Moves a helper off the caller's processor: in a process with the threads of other libraries, Linux may wake it there and
-// leave both on it for milliseconds. (2, 128, 1024) in turns with PyTorch: 47 us, without this 61 to 91.
+// Moves a helper off the caller's processor: in a process with the threads of other libraries,
+// Linux may wake it there and leave both on it for milliseconds. (2, 128, 1024) in turns with
+// PyTorch: 47 us, without this 61 to 91.
 void leave([[maybe_unused]] int processor) {
 #if defined(__linux__)
     cpu_set_t all, others;
     if (sched_getcpu() != processor || sched_getaffinity(0, sizeof all, &all)) return;
     others = all;
     CPU_CLR(processor, &others);
-    if (CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others)) sched_setaffinity(0, sizeof all, &all);
+    if (CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others))
+        sched_setaffinity(0, sizeof all, &all);
 #endif
 }
 
 void do_parts(int thread) {
     Work work = pool->work.load(std::memory_order_relaxed);
     void* data = pool->data.load(std::memory_order_relaxed);
-    Index count = pool->count.load(std::memory_order_relaxed), threads = pool->threads.load(std::memory_order_relaxed);
+    Index count = pool->count.load(std::memory_order_relaxed);
+    Index threads = pool->threads.load(std::memory_order_relaxed);
     for (Index k = 0; k < threads; k++) {
-        Index run = (thread + k) % threads, first = run * count / threads, parts = (run + 1) * count / threads - first;
-        for (Index i; (i = pool->runs[run].claimed.fetch_add(1, std::memory_order_relaxed)) < parts;) work(data, first + i, thread);
+        Index run = (thread + k) % threads;
+        Index first = run * count / threads;
+        Index parts = (run + 1) * count / threads - first;
+        for (Index i;
+            (i = pool->runs[run].claimed.fetch_add(1, std::memory_order_relaxed)) < parts;)
+            work(data, first + i, thread);
     }
 }
 
@@ -89,7 +98,8 @@ void do_parts(int thread) {
         unsigned now = pool->generation.load(std::memory_order_acquire);
         if (now % 2 == 1 && now != seen) {
             leave(pool->processor.load(std::memory_order_relaxed));
-            // The caller ends the job, then waits for the helpers that it finds at work; a later helper sees the end.
+            // The caller ends the job, then waits for the helpers that it finds at work; a later
+            // helper sees the end.
             pool->working.fetch_add(1);
             if (pool->generation.load() == now && thread < pool->threads.load()) do_parts(thread);
             pool->working.fetch_sub(1, std::memory_order_release);
@@ -121,7 +131,8 @@ void start_helpers(int wanted) {
 #endif
     // If the system refuses another thread, go on with the helpers that there are.
     try {
-        for (; pool->helpers < wanted; pool->helpers++) std::thread(help, pool->helpers + 1).detach();
+        for (; pool->helpers < wanted; pool->helpers++)
+            std::thread(help, pool->helpers + 1).detach();
     } catch (const std::exception&) {
     }
 #if !defined(_WIN32)
@@ -139,13 +150,18 @@ void run(Index count, int threads, bool wake, Work work, void* data) {
         return;
     }
     if (wake && pool->helpers < threads - 1) start_helpers(threads - 1);
-    pool->work.store(work, std::memory_order_relaxed), pool->data.store(data, std::memory_order_relaxed);
-    pool->count.store(count, std::memory_order_relaxed), pool->threads.store(threads, std::memory_order_relaxed);
-    for (int run = 0; run < threads; run++) pool->runs[run].claimed.store(0, std::memory_order_relaxed);
+    pool->work.store(work, std::memory_order_relaxed);
+    pool->data.store(data, std::memory_order_relaxed);
+    pool->count.store(count, std::memory_order_relaxed);
+    pool->threads.store(threads, std::memory_order_relaxed);
+    for (int run = 0; run < threads; run++)
+        pool->runs[run].claimed.store(0, std::memory_order_relaxed);
     pool->processor.store(sched_getcpu(), std::memory_order_relaxed);
     pool->generation.fetch_add(1);
     if (wake && pool->asleep.load()) {
-        { std::lock_guard<std::mutex> lock(pool->mutex); }  // no helper is between its last look and its sleep
+        {
+            std::lock_guard<std::mutex> lock(pool->mutex);
+        }  // no helper is between its last look and its sleep
         pool->woken.notify_all();
     }
     do_parts(0);

@@ -20,7 +20,8 @@ struct DefaultControl {
 #endif
 };
 
-// Whether an operation of this thread has overflowed since its control word was set, or since this was asked.
+// Whether an operation of this thread has overflowed since its control word was set, or since this
+// was asked.
 static inline bool has_overflowed() {
 #if defined(__x86_64__) || defined(_M_X64)
     constexpr unsigned OVERFLOWED = 8;
@@ -37,9 +38,9 @@ static inline bool has_overflowed() {
 
 using Work = void (*)(void* data, Index part, int thread);
 
-// Does parts 0 to count - 1 on at most `threads` threads, the calling one included, which is number 0. Without `wake`, only
-// helpers that are awake take part. While one job has the helpers, other threads do their jobs alone. Helpers have the default
-// control word; the caller sets its own.
+// Does parts 0 to count - 1 on at most `threads` threads, the calling one included, which is number
+// 0. Without `wake`, only helpers that are awake take part. While one job has the helpers, other
+// threads do their jobs alone. Helpers have the default control word; the caller sets its own.
 void run(Index count, int threads, bool wake, Work work, void* data);
 
 // Whether the last job has just ended, as in a loop of calls.

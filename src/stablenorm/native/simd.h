@@ -1,7 +1,8 @@
 // Vector registers of float64, with conversions from and to the four element types.
 //
-// Every addition and every fused multiply-add is written out, and the compiler contracts none (-ffp-contract=off): all
-// instruction sets give the same bits. Each set is a translation unit of its own, hence the unnamed namespaces.
+// Every addition and every fused multiply-add is written out, and the compiler contracts none
+// (-ffp-contract=off): all instruction sets give the same bits. Each set is a translation unit of
+// its own, hence the unnamed namespaces.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -73,7 +74,9 @@ INLINE H16 high_halves(U8 a, U8 b) {
     return (H16)_mm256_permute4x64_epi64(mixed, 0xd8);
 }
 // The low halves, in any order.
-INLINE H16 low_halves(U8 a, U8 b) { return (H16)_mm256_blend_epi16((__m256i)(a << 16), (__m256i)b, 0x55); }
+INLINE H16 low_halves(U8 a, U8 b) {
+    return (H16)_mm256_blend_epi16((__m256i)(a << 16), (__m256i)b, 0x55);
+}
 INLINE U8 unordered(F8 a, F8 b) { return (U8)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q); }
 INLINE bool any(U8 mask) { return !_mm256_testz_si256((__m256i)mask, (__m256i)mask); }
 #else
@@ -82,8 +85,12 @@ INLINE H16 both(H8 a, H8 b) {
     return read<H16>(two);
 }
 INLINE U8 widened(H8 v) { return __builtin_convertvector(v, U8); }
-INLINE H16 high_halves(U8 a, U8 b) { return both(__builtin_convertvector(a >> 16, H8), __builtin_convertvector(b >> 16, H8)); }
-INLINE H16 low_halves(U8 a, U8 b) { return both(__builtin_convertvector(a, H8), __builtin_convertvector(b, H8)); }
+INLINE H16 high_halves(U8 a, U8 b) {
+    return both(__builtin_convertvector(a >> 16, H8), __builtin_convertvector(b >> 16, H8));
+}
+INLINE H16 low_halves(U8 a, U8 b) {
+    return both(__builtin_convertvector(a, H8), __builtin_convertvector(b, H8));
+}
 INLINE U8 unordered(F8 a, F8 b) { return (U8)(a != a) | (U8)(b != b); }
 INLINE bool any(U8 mask) {
     uint32_t bits = 0;
@@ -123,7 +130,8 @@ INLINE double number(const f16* p) { return floats_of_half(H8{read<uint16_t>(p)}
 
 template <int W> struct Vector;
 
-// Intrinsics: GCC 12 makes three instructions of __builtin_convertvector where the processor has one.
+// Intrinsics: GCC 12 makes three instructions of __builtin_convertvector where the processor has
+// one.
 #if defined(__AVX512F__)
 template <> struct Vector<8> {
     static INLINE D8 fma(D8 a, D8 b, D8 c) { return _mm512_fmadd_pd(a, b, c); }
@@ -154,7 +162,9 @@ template <> struct Vector<4> {
 #endif
 template <> struct Vector<2> {
 #if defined(__aarch64__)
-    static INLINE D2 fma(D2 a, D2 b, D2 c) { return (D2)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b); }
+    static INLINE D2 fma(D2 a, D2 b, D2 c) {
+        return (D2)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+    }
     static INLINE D2 root(D2 a) { return (D2)vsqrtq_f64((float64x2_t)a); }
     static INLINE void hide(D2& a) { asm("" : "+w"(a)); }
 #else
@@ -164,8 +174,8 @@ template <> struct Vector<2> {
 #endif
     template <class T> static INLINE D2 from(const T* p) { return D2{number(p), number(p + 1)}; }
     static INLINE F8 singles(const D2* v) {
-        return F8{(f32)v[0][0], (f32)v[0][1], (f32)v[1][0], (f32)v[1][1],
-                  (f32)v[2][0], (f32)v[2][1], (f32)v[3][0], (f32)v[3][1]};
+        return F8{(f32)v[0][0], (f32)v[0][1], (f32)v[1][0], (f32)v[1][1], (f32)v[2][0],
+            (f32)v[2][1], (f32)v[3][0], (f32)v[3][1]};
     }
 };
 
@@ -188,11 +198,14 @@ template <int W> INLINE bool any_of(Register<int64_t, W> a, int64_t bits) {
 template <class Part, class From> INLINE void stream_parts(char* p, const From& v) {
     for (size_t i = 0; i < sizeof v; i += sizeof(Part)) {
         Part part = read<Part>((const char*)&v + i);
-        if constexpr (sizeof part == 32) _mm256_stream_si256((__m256i*)(p + i), part);
-        else _mm_stream_si128((__m128i*)(p + i), part);
+        if constexpr (sizeof part == 32)
+            _mm256_stream_si256((__m256i*)(p + i), part);
+        else
+            _mm_stream_si128((__m128i*)(p + i), part);
     }
 }
-// Takes the widest store that the address allows: NumPy's large arrays begin 16 bytes behind a page.
+// Takes the widest store that the address allows: NumPy's large arrays begin 16 bytes behind a
+// page.
 template <class From> INLINE void stream(void* p, const From& v) {
     if (sizeof v < 32 || (uintptr_t)p % 32) return stream_parts<__m128i>((char*)p, v);
     stream_parts<__m256i>((char*)p, v);

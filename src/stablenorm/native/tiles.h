@@ -5,7 +5,8 @@
 namespace {
 
 template <class T> Index columns_ahead(const Call& c, Index rows) {
-    Index least = LEAST_AHEAD / (Index)sizeof(T), distance = 2 * rows * c.n;
+    Index least = LEAST_AHEAD / (Index)sizeof(T);
+    Index distance = 2 * rows * c.n;
     return !c.ahead ? 0 : distance > least ? distance : least;
 }
 
@@ -18,7 +19,8 @@ struct Tile {
     Index first, stop;
 };
 Tile tile_of(const Call& c, Index number) {
-    Index first = number * c.tile_rows, stop = first + c.tile_rows;
+    Index first = number * c.tile_rows;
+    Index stop = first + c.tile_rows;
     return {first, stop < c.rows ? stop : c.rows};
 }
 
@@ -28,21 +30,26 @@ template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i,
     return row_as<T>(c, c.x, i, room);
 }
 
-// Measures the rows of a tile, some together, and calls write(first row, how many, their x, their statistics).
-template <bool LAYER, class T, class StatsType, class Write> INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
+// Measures the rows of a tile, some together, and calls write(first row, how many, their x, their
+// statistics).
+template <bool LAYER, class T, class StatsType, class Write>
+INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
     StatsType stats[2];
     const T* x[2][GROUP];
     auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
     auto measure_from = [&](Index top, int which) {
-        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.padded_n());
+        for (int r = 0; r < count_from(top); r++)
+            x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.padded_n());
         statistics<LAYER>(x[which], c, count_from(top), stats[which]);
     };
     bool early = c.n <= EARLY;
     if (early) measure_from(tile.first, 0);
     int now = 0;
     for (Index top = tile.first; top < tile.stop; top += c.step, now = early - now) {
-        if (!early) measure_from(top, now);
-        else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
+        if (!early)
+            measure_from(top, now);
+        else if (top + c.step < tile.stop)
+            measure_from(top + c.step, 1 - now);
         write(top, count_from(top), x[now], stats[now]);
     }
 }
