@@ -450,7 +450,9 @@ def _slot(term: Term) -> int:
     return 0 if not term.over else 2 if outer | inner else 1
 
 
-def _deviations(term: Term, factor: str, right: Term, sign: str, shape: Sequence[int]) -> Iterator[str]:
+def _deviations(
+    term: Term, factor: str, right: Term, sign: str, shape: Sequence[int]
+) -> Iterator[str]:
     """Yield how a term differs from the right one, whose factor has this sign."""
     words, own = ({*f"{t.outer} {t.inner}".split()} for t in (term, right))
     is_sum, n, rows = right.over == "sum", shape[-1], math.prod(shape[:-1])
@@ -550,7 +552,9 @@ def _cause_of_y(
     if change.axes != (last,):
         over = " and ".join(axes[axis] for axis in change.axes)
         batch = ": that is a batch norm" * (last not in change.axes)
-        said.insert(0, f"mean and variance are taken over axis {over}, not over axis {axes[-1]}{batch}")
+        said.insert(
+            0, f"mean and variance are taken over axis {over}, not over axis {axes[-1]}{batch}"
+        )
     key = ", ".join(sorted(f"{factor} {term}" for term, factor in post.items()))
     more = post.get("xhat", "0")
     if usual | {"xhat": more} == post != usual:
@@ -575,7 +579,11 @@ def locate(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) ->
     most = {"element": 8, "column": 8, "row": 3, "last": 3}.get(place.split()[0], np.inf)
     if not wrong.any() or most * wrong.sum() > wrong.size:
         return ""
-    about, a, v = f"{'the ' * place.startswith('last')}{place} of {{}} is|are", actual[wrong], value[wrong]
+    about, a, v = (
+        f"{'the ' * place.startswith('last')}{place} of {{}} is|are",
+        actual[wrong],
+        value[wrong],
+    )
     if not a.any():
         return f"{about} zero"
     factor = float(a @ v) / float(v @ v) if v.any() else 0.0
@@ -591,8 +599,13 @@ def locate(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) ->
 def describe(dx: Array, expected: Expected, changed: dict[str, Array], noise: float) -> str:
     """Say what is known of a dx that was not read back; `changed` has it after a change of one thing."""
     near = _SLACK * max(noise, 2.0**-52) * float(np.max(np.abs(dx), initial=0.0))
-    facts = {"of sum zero over a row": dx.mean(-1), "orthogonal to xhat": (dx * expected.xhat).mean(-1)}
+    facts = {
+        "of sum zero over a row": dx.mean(-1),
+        "orthogonal to xhat": (dx * expected.xhat).mean(-1),
+    }
     said = ["not " * bool(np.max(np.abs(a)) > near) + words for words, a in facts.items()]
     moved = [name for name, other in changed.items() if np.max(np.abs(dx - other)) > near]
-    there = f"depends on {', '.join(moved)}" if moved else f"does not depend on {', '.join(changed)}"
+    there = (
+        f"depends on {', '.join(moved)}" if moved else f"does not depend on {', '.join(changed)}"
+    )
     return f"{', '.join(said)}; it {there}"

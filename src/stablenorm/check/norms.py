@@ -166,7 +166,10 @@ class _Moved:
 
     def __init__(self, x: Array, gamma: Any, beta: Any, axes: tuple[int, ...]):
         self.axes, self.like = axes, (x, gamma, beta)
-        self.x, self.parameters = self.there(x), [p if p is None else p.reshape(-1) for p in (gamma, beta)]
+        self.x, self.parameters = (
+            self.there(x),
+            [p if p is None else p.reshape(-1) for p in (gamma, beta)],
+        )
         # The flat places in the caller's x.
         self.places = self.there(np.arange(x.size).reshape(x.shape))
 
@@ -219,12 +222,17 @@ class _Moved:
             # Gradients of another shape stay, and are refused.
             fits = [np.shape(a) == shape for a, shape in zip(returned, cache[1], strict=True)]
             moves = self.there, np.ravel, np.ravel
-            return [f(a) if fit and a is not None else a for f, a, fit in zip(moves, returned, fits, strict=True)]
+            return [
+                f(a) if fit and a is not None else a
+                for f, a, fit in zip(moves, returned, fits, strict=True)
+            ]
 
         return call, pull
 
 
-def axes_of(kind: str, forward: Any, backward: Any, data: Sequence[Any], eps: float, axis: Any = -1) -> tuple[int, ...]:
+def axes_of(
+    kind: str, forward: Any, backward: Any, data: Sequence[Any], eps: float, axis: Any = -1
+) -> tuple[int, ...]:
     """Return the axes over which y of x, gamma and beta is normalized, `axis` moved last; empty if y shows none."""
     moved, rng = _Moved(*data, normalize_axis_tuple(axis, data[0].ndim)), np.random.default_rng(0)
     with contextlib.suppress(FaultError), np.errstate(all="ignore"):
@@ -266,7 +274,9 @@ def _look(
     eps, takes_eps = closed_form.read_eps(operation, case)
     given, case = case.eps, case._replace(eps=eps)
     # Judge every element on the caller's data and on ours, y first.
-    outputs = [closed_form.judge(operation, data) for data in (case, closed_form.ordinary(case, rng))]
+    outputs = [
+        closed_form.judge(operation, data) for data in (case, closed_form.ordinary(case, rng))
+    ]
     judged = {name: [by_name[name] for by_name in outputs] for name in outputs[0]}
     if wrong := [one for one in judged.pop("y")[::-1] if one.wrong]:
         found, causes = _read(operation, case, rng, ["y"], names)
@@ -287,7 +297,10 @@ def _look(
         return judged, *_read(operation, case, rng, wrong_names, names)
     base = closed_form.ordinary(case, rng, closed_form.few(case))
     ours = closed_form.equivalent(case, base, rng, takes_eps=takes_eps)
-    for layer, problems in (("closed form", ours), ("hard inputs", closed_form.hard_inputs(base, rng))):
+    for layer, problems in (
+        ("closed form", ours),
+        ("hard inputs", closed_form.hard_inputs(base, rng)),
+    ):
         for problem in problems:
             seen = closed_form.judge_case(operation, problem)
             findings.append(Finding(layer, problem.name, *seen))
@@ -299,7 +312,9 @@ def _read(
 ) -> tuple[dict[str, Reading], tuple[str, ...]]:
     """Read back the formulas of wrong outputs from draws of two shapes; return them, and the causes."""
     leads = ((), ()), ((20,), (26,)), ((4, 5), (5, 6)), ((2, 3, 4), (3, 4, 5))
-    small, other = ((*lead, n) for lead, n in zip(leads[min(case.x.ndim, 4) - 1], (8, 11), strict=True))
+    small, other = (
+        (*lead, n) for lead, n in zip(leads[min(case.x.ndim, 4) - 1], (8, 11), strict=True)
+    )
     # The code may want its own shape. Then no names of factors are certain.
     for shapes in ((small, small, other), (case.x.shape,) * 3):
         try:

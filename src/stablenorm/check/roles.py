@@ -159,7 +159,10 @@ class Pair(NamedTuple):
             buffer = next(sizes) if role == "size" else np.zeros(x.shape[:-1])
             values[name] = values.get(role, buffer)
         result = call_by_name(self.forward, {name: values[name] for name in self.of_forward})
-        wanted = {*self.of_backward, *(role.removeprefix("d") for role in self.of_backward.values())}
+        wanted = {
+            *self.of_backward,
+            *(role.removeprefix("d") for role in self.of_backward.values()),
+        }
         kept = {name: value for name, value in values.items() if name in wanted and name != "cache"}
         if "out" in roles:
             return values["out"], (kept, [])
@@ -215,7 +218,9 @@ def _of_forward(forward: Function) -> dict[str, str]:
         is_new = role and role not in roles.values()
         if is_new and (needed or role not in ("cache", "settings", "shape")):
             roles[name] = role
-        elif needed and name.isupper() and len(name) == 1 and (role == "beta" or name not in "XGWB"):
+        elif (
+            needed and name.isupper() and len(name) == 1 and (role == "beta" or name not in "XGWB")
+        ):
             roles[name] = "size"
         elif needed and is_output:
             roles[name] = "buffer"

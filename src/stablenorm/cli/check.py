@@ -198,7 +198,10 @@ def _problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any, Any]]:
         if given and not shape:
             # The normalized axes get lengths of their own.
             own = {axis % ndim for axis in given if -ndim <= axis < ndim}
-            lengths = iter((8,) if len(own) == 1 else (2, 4, 5, 7)), iter((2, 3, 5, 6, 9)[-ndim if ndim < 3 else 0 :])
+            lengths = (
+                iter((8,) if len(own) == 1 else (2, 4, 5, 7)),
+                iter((2, 3, 5, 6, 9)[-ndim if ndim < 3 else 0 :]),
+            )
             x_shape = [next(lengths[axis not in own]) for axis in range(ndim)]
         over = tuple(given or axes)
         if not all(-ndim <= axis < ndim for axis in over):
@@ -206,7 +209,13 @@ def _problems(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any, Any]]:
         own = {axis % ndim for axis in over}
         whole = tuple(m if axis in own else 1 for axis, m in enumerate(x_shape))
         flat, short = (math.prod(whole),), whole[min(own) :]
-        forms = (flat,) if over == (-1,) else (short, whole, flat) if ndim == 2 else (flat, short, whole)
+        forms = (
+            (flat,)
+            if over == (-1,)
+            else (short, whole, flat)
+            if ndim == 2
+            else (flat, short, whole)
+        )
         yield from ((tuple(x_shape), over, form) for form in dict.fromkeys(forms))
 
 
@@ -221,14 +230,30 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, A
             is_sure = axes == (-1,) or bool(arguments.axis)
             rng = np.random.default_rng(arguments.seed)
             # Exact in float32: parameters of a class may have that.
-            both = [a.astype("f4").astype(dtype).reshape(form) for a in example((1, math.prod(form)), rng)[1:]]
+            both = [
+                a.astype("f4").astype(dtype).reshape(form)
+                for a in example((1, math.prod(form)), rng)[1:]
+            ]
             x = np.random.default_rng(arguments.seed).standard_normal(shape).astype(dtype)
             try:
                 norm = _adapt(file, arguments, shape, axes)
-                data = x, *(a if role in norm.takes else None for role, a in zip(PARAMETERS, both, strict=True))
+                data = (
+                    x,
+                    *(
+                        a if role in norm.takes else None
+                        for role, a in zip(PARAMETERS, both, strict=True)
+                    ),
+                )
                 wrong = _objection(norm, data, arguments.eps)
                 if not wrong and not is_sure:
-                    over = axes_of(_kind(norm, arguments), norm.forward, norm.backward, deepcopy(data), arguments.eps, axes)
+                    over = axes_of(
+                        _kind(norm, arguments),
+                        norm.forward,
+                        norm.backward,
+                        deepcopy(data),
+                        arguments.eps,
+                        axes,
+                    )
                     if over != (x.ndim - len(axes),) or not norm.takes:
                         wrong = "y is normalized over another axis"
                 if not wrong:
@@ -242,7 +267,10 @@ def _choose(file: UserFile, arguments: argparse.Namespace) -> tuple[Norm, Any, A
             notes.append(f"not for x of shape {shape_text(shape)} {dtype}: {wrong}")
         # The check judges wrong shapes, or a backward that raises.
         if accepted:
-            return min(accepted, key=lambda found: " raised " in _objection(found[0], found[1], arguments.eps))
+            return min(
+                accepted,
+                key=lambda found: " raised " in _objection(found[0], found[1], arguments.eps),
+            )
     raise last or AssertionError
 
 
@@ -263,7 +291,9 @@ def _objection(norm: Norm, data: Any, eps: float) -> str:
         raise
     except BaseException as error:  # noqa: BLE001
         return f"your backward raised {FaultError.of(error)}"
-    for name, array, actual in zip(("y", "dx", "dgamma", "dbeta"), (data[0], *data), (y, *gradients), strict=True):
+    for name, array, actual in zip(
+        ("y", "dx", "dgamma", "dbeta"), (data[0], *data), (y, *gradients), strict=True
+    ):
         is_there = array is not None and actual is not None and not isinstance(actual, str)
         if is_there and np.shape(actual) != array.shape:
             came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)

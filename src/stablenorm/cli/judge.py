@@ -125,10 +125,17 @@ def examine(arguments: argparse.Namespace) -> JudgeReport:
 
     def show(done: int, total: int) -> None:
         if stream and stream.isatty():
-            print(f"judging: {done} of {total}" * (done < total), end="\x1b[K\r", file=stream, flush=True)
+            print(
+                f"judging: {done} of {total}" * (done < total),
+                end="\x1b[K\r",
+                file=stream,
+                flush=True,
+            )
 
     options = {"dtypes": arguments.dtypes, "families": arguments.families, "full": arguments.full}
-    return judge(*functions, kind=kind or "layer", parameters=takes, **options, progress=show, **declared)
+    return judge(
+        *functions, kind=kind or "layer", parameters=takes, **options, progress=show, **declared
+    )
 
 
 def _of_file(file: UserFile, arguments: argparse.Namespace) -> Any:

@@ -35,7 +35,9 @@ _MODULE = "_checked_by_stablenorm"
 # Names that say nothing about what they hold.
 _CONTAINERS = "params", "parameters", "value", "data", "weights"
 _NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
-_EARLY = Missing("gamma or beta is updated before dx is computed, which depends on the learning rate")
+_EARLY = Missing(
+    "gamma or beta is updated before dx is computed, which depends on the learning rate"
+)
 _STEP = Unknown(
     "the backward changes it by a step that is not rate * gradient (Adam, a decay, a rate of its own): "
     "store the gradient, or ask for --only x"
@@ -174,14 +176,23 @@ def _of_functions(forward: Any, backward: Any, name: str, shape: Any, axes: Any)
 
     if places:
         return subject.norm(signature, name, cure)
-    why = "no gamma was found: --only x judges the gradient of x alone" if held and "gamma" not in pair.takes else ""
+    why = (
+        "no gamma was found: --only x judges the gradient of x alone"
+        if held and "gamma" not in pair.takes
+        else ""
+    )
     return Norm(call, pull, pair.takes, signature, name, cure, why)
 
 
 def _is_data(name: str, value: Any) -> bool:
     """Tell whether a name of a module holds what may hold a parameter."""
     no_data = ModuleType, FunctionType, type, str, int, float, np.number, tuple
-    return name[:2] != "__" and not isinstance(value, no_data) and not callable(value) and value is not None
+    return (
+        name[:2] != "__"
+        and not isinstance(value, no_data)
+        and not callable(value)
+        and value is not None
+    )
 
 
 def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
@@ -190,7 +201,9 @@ def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
     given = {"x": x, "eps": 1e-5, "gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
     acts = dict[str, str]()
     for role, name in unknown.items():
-        acts[role] = _act(lambda x, by, role=role: pair.call(given | {"x": x, role: given[role] + by})[0], x)
+        acts[role] = _act(
+            lambda x, by, role=role: pair.call(given | {"x": x, role: given[role] + by})[0], x
+        )
         if not acts[role]:
             msg = f"the forward takes {name}, which neither scales nor shifts y: {roles.WRAP}"
             raise FaultError(msg)
@@ -265,7 +278,9 @@ class _Subject:
         longer = [m if k in own else max(m, 2 + k + (n == 2 + k)) for k, m in enumerate(shape)]
         return np.random.default_rng(0).standard_normal(longer)
 
-    def _prepared(self, x: Array, values: dict[Path_, Array], rate: float = RATE) -> tuple[Pair, Any]:
+    def _prepared(
+        self, x: Array, values: dict[Path_, Array], rate: float = RATE
+    ) -> tuple[Pair, Any]:
         """Return the functions, with these values in the parameters, and the holder."""
         forward, backward, held = self._make(tuple(x.shape[axis] for axis in self._axes))
         for name, value in getattr(held[0], "__dict__", {}).copy().items():
@@ -307,6 +322,7 @@ class _Subject:
         rng, acts = np.random.default_rng(1), dict[Path_, str]()
         values = {path: rng.uniform(0.5, 1.5, kept[path].size) for path in paths.values()}
         for path in paths.values():
+
             def y_of(x: Array, by: float, path: Path_ = path) -> Any:
                 pair, _ = self._prepared(x, values | {path: values[path] + by})
                 return pair.call(given | {"x": x})[0]
@@ -351,7 +367,9 @@ class _Subject:
             gradients = found | {role: g for role, g in gradients.items() if g is not None}
             for path, role in self.places.items():
                 gradient = gradients.get(role, steps.get(role, _NOWHERE))
-                if np.size(gradient) == np.size(named[role]) and np.shape(gradient) == np.shape(before[path][0]):
+                if np.size(gradient) == np.size(named[role]) and np.shape(gradient) == np.shape(
+                    before[path][0]
+                ):
                     gradient = np.reshape(gradient, np.shape(named[role]))
                 gradients[role] = gradient
             return gradients | {"steps": steps.keys() - found.keys() - {None}, "returned": returned}
@@ -473,7 +491,10 @@ def _maker(
             for name, (role, needed) in asked.items()
             if needed or role in ("eps", "axis")
         } | dict.fromkeys(unknown[:1], lengths_first)
-        ways = [((), dict(zip(guesses, own, strict=True))) for own in itertools.product(*guesses.values())]
+        ways = [
+            ((), dict(zip(guesses, own, strict=True)))
+            for own in itertools.product(*guesses.values())
+        ]
         if not unknown:
             # Nothing is required, or *args.
             ways = [(first, own) for first in ((n,), (lengths,), ()) for _, own in ways]

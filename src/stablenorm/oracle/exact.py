@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from stablenorm.oracle import rounding
-from stablenorm.oracle.rounding import ERROR_BITS, Array, Interval, Vector, Verdict, format_of, read, require
+from stablenorm.oracle.rounding import (
+    ERROR_BITS,
+    Array,
+    Interval,
+    Vector,
+    Verdict,
+    format_of,
+    read,
+    require,
+)
 from stablenorm.oracle.rows import Magnitudes, Parts, Quantity, Row
 from stablenorm.oracle.surds import (
     RATIONAL,

@@ -15,6 +15,8 @@ from stablenorm.testing.limits import FAILURE, Arithmetic, Limits, Statistics, h
 from stablenorm.text import number, shape_text
 from stablenorm.types import Array
 
+# Below a twentieth of the squared error, nothing is won by mending a part.
+SMALL = 0.05
 _ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
 _NAMES = {"mean": "the mean", "rest": "roundings of single elements", "xhat": "the mean in xhat",
           "statistics": "the statistics of its rows",
@@ -76,12 +78,15 @@ class Report:
         The judged outputs by name.
     causes : dict of str to str
         For each output, a sentence: where the digits went, and what to do.
+    mistakes : tuple of str
+        The mistakes that these name.
     about : str
         The input and the declared arithmetic.
     """
 
     outputs: Mapping[str, Judged]
     causes: Mapping[str, str]
+    mistakes: tuple[str, ...]
     about: str
 
     @property
@@ -102,13 +107,20 @@ def _line(judged: Judged) -> str:
     above, pattern = f"  {judged.name}: ", f": {name_pattern(judged.shares > 1)}"
     if beyond == 1:
         return above + "beyond the declared arithmetic, which promises nothing here"
-    left_out = f"; {percent(beyond)} of the elements are beyond the declared arithmetic" * (beyond > 0)
+    left_out = f"; {percent(beyond)} of the elements are beyond the declared arithmetic" * (
+        beyond > 0
+    )
     if judged.passed:
         ulps = np.abs(judged.error / judged.ulp)[np.isfinite(judged.limit)].max()
         return above + f"PASS, at most {digits(ulps)} ulp, {percent(share)} of a limit" + left_out
     count = int((judged.shares > 1).sum())
     plural = "elements exceed their limits" if count > 1 else "element exceeds its limit"
-    return above + f"FAIL, {count} of {judged.error.size} {plural}" + pattern * (not pattern[2].isdigit()) + left_out
+    return (
+        above
+        + f"FAIL, {count} of {judged.error.size} {plural}"
+        + pattern * (not pattern[2].isdigit())
+        + left_out
+    )
 
 
 def _element(judged: Judged) -> list[str]:
@@ -172,10 +184,10 @@ def explain(
     results = {"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta}
     outputs, limits = examine(results, data, eps, kind, Arithmetic(**declared))
     with np.errstate(all="ignore"):
-        causes = _causes(outputs, limits, eps)
+        causes, mistakes = _causes(outputs, limits, eps)
     shape = shape_text(np.shape(x))
     about = f"{kind} norm, x {shape} {limits.form.dtype}, eps {eps:g}; {described(limits.declared)}"
-    return Report(outputs, causes, about)
+    return Report(outputs, causes, mistakes, about)
 
 
 def examine(
@@ -284,16 +296,22 @@ def _assert(report: Report) -> None:
 # ---- where the digits went ----
 
 
-def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[str, str]:
-    """Return a sentence on each output."""
-    said, of_y = dict[str, str](), list[Row]()
+def _causes(
+    outputs: Mapping[str, Judged], limits: Limits, eps: float
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return a sentence on each output, and the mistakes that these name."""
+    said, of_y, mistakes = dict[str, str](), list[Row](), dict[str, None]()
     for name, judged in outputs.items():
         dtype = judged.dtype
         if name in {"dgamma", "dbeta"}:
             known = attribution.in_sums(of_y, limits) * (name == "dgamma")
-            unit = limits.u * np.abs(limits.dy * (limits.before if name == "dgamma" else 1)).sum(axis=0)
+            unit = limits.u * np.abs(limits.dy * (limits.before if name == "dgamma" else 1)).sum(
+                axis=0
+            )
             row = attribution.split_sums(judged.error, judged.exact, known, dtype, unit)
-            said[name] = _of_sums(judged, row, limits.rows)
+            shares, causes = row.shares, _of_sums(judged, row, limits.rows)
+            said[name] = _parts(shares, causes) if np.isfinite(judged.error).all() else "not finite"
+            mistakes |= _mistakes(shares, causes)
             continue
         shares, error, exact = (
             a.reshape(limits.xhat.shape) for a in (judged.shares, judged.error, judged.exact)
@@ -307,7 +325,11 @@ def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[s
             rows = attribution.rows_of_dx(error, exact, limits, dtype, chosen, known)
         if not rows or rows[0].index != worst:
             short = limits.n < attribution.LEAST
-            said[name] = "the row is too short to split its errors" if short else f"row {worst} is not finite"
+            said[name] = (
+                "the row is too short to split its errors"
+                if short
+                else f"row {worst} is not finite"
+            )
             continue
         causes = {"rstd": attribution.cause_of_rstd(rows, limits, eps)}
         if name == "y":
@@ -323,17 +345,26 @@ def _causes(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[s
         ulps = float(np.abs(error[worst]).max() / largest)
         head = f"row {worst}, off by {digits(ulps)} ulp of its largest element"
         said[name] = f"{head}: {_parts(rows[0].shares, causes)}"
+        mistakes |= _mistakes(rows[0].shares, causes)
         if name == "y":
             said[name] += _hidden(rows[0], limits, dtype)
-    return said
+    return said, tuple(mistakes)
+
+
+def _mistakes(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> dict[str, None]:
+    named = {part: cause.name for part, cause in causes.items() if cause and cause.name}
+    return {
+        f"{_NAMES.get(part, part)}: {name}": None
+        for part, name in named.items()
+        if shares.get(part, 0.0) >= SMALL
+    }
 
 
 def _parts(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> str:
     """Say what an error is made of, the largest part first, then the advice."""
     words, advice = list[str](), list[str]()
     for part, share in sorted(shares.items(), key=lambda item: -item[1]):
-        # Below a twentieth of the squared error, nothing is won by mending it.
-        if share >= 0.05:
+        if share >= SMALL:
             much = "all of it" if share > 0.995 else f"{percent(share)} of it"
             cause = causes.get(part) or Cause("", "")
             name = "the rest" if part == "rest" and cause.words else _NAMES.get(part, part)
@@ -358,14 +389,11 @@ def _hidden(row: Row, limits: Limits, dtype: Any) -> str:
     return f" Not visible in {np.dtype(dtype).name}: errors {', '.join(each)}."
 
 
-def _of_sums(judged: Judged, row: Row, rows: int) -> str:
-    """Say what the error of dgamma or dbeta is made of."""
-    if not np.isfinite(judged.error).all():
-        return "not finite"
+def _of_sums(judged: Judged, row: Row, rows: int) -> dict[str, Cause | None]:
+    """Name what is wrong with the parts of the error of dgamma or dbeta."""
     factor = row.numbers.get("factor", (0.0, 0.0))[0]
-    causes = {
+    return {
         "factor": Cause(f"{factor:+.1e}", ADVICE["factor"]),
         "order": attribution.cause_of_order(judged.actual, row, format_of(judged.dtype), rows),
         "statistics": Cause("", ADVICE["statistics"]),
     }
-    return _parts(row.shares, causes)

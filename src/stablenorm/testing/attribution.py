@@ -70,7 +70,9 @@ def fit(index: int, error: Array, columns: dict[str, Array], noise: Array) -> Ro
     rest = error / noise - matrix / lengths @ found
     # A rounding is spread evenly over its bound, whose square is three times the mean of its own.
     spread = max(1 / 3, float(rest @ rest) / max(len(rest) - rank, 1))
-    errors = np.sqrt(np.diag(np.linalg.pinv(matrix.T @ matrix / np.outer(lengths, lengths))) * spread)
+    errors = np.sqrt(
+        np.diag(np.linalg.pinv(matrix.T @ matrix / np.outer(lengths, lengths))) * spread
+    )
     numbers = {
         name: (float(f / length), float(e / length))
         for name, f, e, length in zip(names, found, errors, lengths, strict=True)
@@ -92,12 +94,22 @@ def noise_of_y(exact: Array, limits: Limits, dtype: Any) -> Array:
     return np.asarray(limits.elements_of_y(dtype) + half_ulp(exact, format_of(dtype)))
 
 
-def rows_of_y(error: Array, exact: Array, limits: Limits, dtype: Any, chosen: list[int]) -> list[Row]:
+def rows_of_y(
+    error: Array, exact: Array, limits: Limits, dtype: Any, chosen: list[int]
+) -> list[Row]:
     """Split the errors of rows of y into the mean, rstd and the rest."""
-    gamma, noise = np.broadcast_to(limits.gamma, limits.xhat.shape), noise_of_y(exact, limits, dtype)
+    gamma, noise = (
+        np.broadcast_to(limits.gamma, limits.xhat.shape),
+        noise_of_y(exact, limits, dtype),
+    )
     mean = {"mean": gamma} if limits.is_layer else {}
     return [
-        fit(i, error[i], {n: c[i] for n, c in (mean | {"rstd": gamma * limits.xhat}).items()}, noise[i])
+        fit(
+            i,
+            error[i],
+            {n: c[i] for n, c in (mean | {"rstd": gamma * limits.xhat}).items()},
+            noise[i],
+        )
         for i in chosen
         if np.isfinite(error[i]).all() and np.isfinite(noise[i]).all() and limits.n >= LEAST
     ]
@@ -115,7 +127,9 @@ def rows_of_dx(
         if not (np.isfinite(error[i]).all() and np.isfinite(noise[i]).all() and limits.n >= LEAST):
             continue
         columns = {"mean(g xhat)": r[i] * xhat[i]}
-        columns["rstd"] = r[i] * (g[i] - mean_g[i] - 3 * xhat[i] * slope[i])
+        # The third power of rstd is no straight line: y tells where on it an rstd far off lies.
+        p = of_y[i].numbers["rstd"][0] if i in of_y and of_y[i].sure("rstd") else 0.0
+        columns["rstd"] = r[i] * (g[i] - mean_g[i] - (3 + 3 * p + p**2) * xhat[i] * slope[i])
         if limits.is_layer:
             columns["mean(g)"] = np.full(limits.n, r[i, 0])
         found.append(fit(i, error[i], columns, noise[i]))
@@ -186,10 +200,11 @@ def split_sums(error: Array, exact: Array, known: Array, dtype: Any, roundings: 
 
 
 class Cause(NamedTuple):
-    """What explains a number in all rows: words, and the advice."""
+    """What explains a number in all rows: words, the advice, and the name of a mistake if it is one."""
 
     words: str
     advice: str
+    name: str = ""
 
 
 def rounded(values: Array, form: Format) -> Array:
@@ -215,7 +230,8 @@ def cause_of_mean(rows: list[Row], limits: Limits) -> Cause | None:
     for narrow in (BFLOAT16, FLOAT16):
         kept = rounded(m, narrow) - m
         if narrow.digits < form.digits and fits(off, kept, allowed):
-            return Cause(f"{said}: kept in {narrow.dtype.name}", ADVICE["kept"])
+            name = f"kept in {narrow.dtype.name}"
+            return Cause(f"{said}: {name}", ADVICE["kept"], name)
     if (np.abs(off) <= half_ulp(m, form) * (1 + 2**-10) + blur).all():
         return Cause(f"{said}: rounded once, and then too short", ADVICE["mean"])
     # A sum in blocks errs by a few ulp.
@@ -224,7 +240,9 @@ def cause_of_mean(rows: list[Row], limits: Limits) -> Cause | None:
 
 def fits(off: Array, expected: Array, allowed: Array) -> bool:
     """Tell whether errors are the expected ones in all rows, in one of them beyond doubt."""
-    return bool((np.abs(off - expected) <= allowed).all() and (np.abs(expected) > 2 * allowed).any())
+    return bool(
+        (np.abs(off - expected) <= allowed).all() and (np.abs(expected) > 2 * allowed).any()
+    )
 
 
 def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
@@ -245,7 +263,7 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
     close = blur + 8 * limits.u
     for words, advice, expected in _formulas(seen, m, r, eps, n, limits):
         if fits(off, expected / r - 1, close):
-            return Cause(f"{said}: {words}", ADVICE[advice])
+            return Cause(f"{said}: {words}", ADVICE[advice], words)
     left = np.abs(off - (seen + eps) ** -0.5 / r + 1)
     if (left <= close).all():
         own = "its own roundings" if worst < 8 * limits.u else "the square of the error of the mean"
@@ -255,7 +273,8 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
     # What the rounding of x**2 and mean**2 may take from the variance, relative to var + eps.
     lost = (limits.additions(n) + 4) * limits.u * (var + 2 * m**2) * r**2
     if limits.is_layer and (lost > 1e-3).any() and (np.abs((1 + off) ** -2 - 1) <= 2 * lost).all():
-        return Cause(f"{said}: the variance is E[x**2] - mean**2", ADVICE["one-pass"])
+        name = "the variance is E[x**2] - mean**2"
+        return Cause(f"{said}: {name}", ADVICE["one-pass"], name)
     return Cause(said, "")
 
 
@@ -269,20 +288,25 @@ def _formulas(
     for narrow in (BFLOAT16, FLOAT16):
         if narrow.digits < limits.s.digits:
             yield f"kept in {narrow.dtype.name}", "kept", rounded(r, narrow)
-    for block in (2 ** math.ceil(math.log2(n)), *(-(-n // size) * size for size in (32, 64, 128, 256, 512))):
+    for block in (
+        2 ** math.ceil(math.log2(n)),
+        *(-(-n // size) * size for size in (32, 64, 128, 256, 512)),
+    ):
         if block > n:
             words = f"{block - n} padded elements count as zeros"
             yield words, "padding", (var + (block - n) / n * m**2 + eps) ** -0.5
 
 
 def digits(value: float) -> str:
-    """Write a number of ulp: two or three digits, thousands apart."""
+    """Write a number of ulp: two digits, and whole ones from 100 on, thousands apart."""
     return f"{value:,.0f}".replace(",", " ") if 100 <= value < 1e7 else f"{value:.2g}"
 
 
-def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause:
-    """Name what is wrong with mean(g) or mean(g xhat) in all rows."""
+def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause | None:
+    """Name what is wrong with mean(g) or mean(g xhat) in all rows; None where no row shows an error."""
     rows = [row for row in rows if part in row.numbers]
+    if not any(row.sure(part) for row in rows):
+        return None
     at, n = [row.index for row in rows], limits.n
     g, mean_g, slope = limits.terms_of_dx()
     exact = (mean_g if part == "mean(g)" else slope)[at, 0]
@@ -298,7 +322,7 @@ def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause:
         ("which is not divided by n", "divided", 1.0 - n),
     ):
         if fits(off, factor * exact, allowed):
-            return Cause(words, ADVICE[advice])
+            return Cause(words, ADVICE[advice], words)
     worst = np.abs(off / size).max()
     key = "sum" if part == "mean(g)" else "centered"
     return Cause(f"off by up to {worst:.1e} of the mean of its terms' magnitudes", ADVICE[key])
@@ -324,7 +348,8 @@ def cause_of_rest(row: Row, limits: Limits, noise: Array) -> Cause | None:
         # Four roundings of x * a + b.
         allowed = noise[i] + 4 * limits.ue * limits.before[i] * np.abs(limits.gamma)
         if (row.excess * noise[i] <= allowed).all():
-            return Cause("x is scaled before the mean is subtracted", ADVICE["scaled"])
+            name = "x is scaled before the mean is subtracted"
+            return Cause(name, ADVICE["scaled"], name)
     return Cause(f"up to {worst} times what roundings explain", "")
 
 
@@ -333,7 +358,8 @@ def cause_of_order(actual: Array, row: Row, form: Format, rows: int) -> Cause:
     most = float(np.max(row.excess))
     for narrow in (BFLOAT16, FLOAT16):
         if narrow.digits < form.digits and np.array_equal(rounded(actual, narrow), actual):
-            return Cause(f"summed in {narrow.dtype.name}", ADVICE["kept"])
+            name = f"summed in {narrow.dtype.name}"
+            return Cause(name, ADVICE["kept"], name)
     if most > rows + 4:
         return Cause("off by more than any order explains", "")
     # A sum in pairs rounds each term so often.
@@ -343,4 +369,6 @@ def cause_of_order(actual: Array, row: Row, form: Format, rows: int) -> Cause:
 
 def percent(share: float) -> str:
     """Write a share in percent, two digits; a multiple of the whole from ten times on."""
-    return f"{digits(share)} times" if share >= 10 else f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+    return (
+        f"{digits(share)} times" if share >= 10 else f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+    )

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.formats import parse
-from stablenorm.testing.asserts import Judged, described, examine, explain, judge_output
-from stablenorm.testing.attribution import digits, percent
+from stablenorm.testing.asserts import Judged, Report, described, examine, explain, judge_output
+from stablenorm.testing.attribution import LEAST
 from stablenorm.testing.families import FAMILIES, Case, make_case
 from stablenorm.testing.limits import Arithmetic, Limits, Statistics
 from stablenorm.text import columns
@@ -93,6 +94,8 @@ class JudgeReport:
         For "twice" and "alone or in a batch": "the same bits", or where they differ.
     about : str
         The declared arithmetic in words.
+    mistakes : dict of str to list of str
+        The mistakes that `explain` names, and the families on which it does.
     worst : str
         The problem that is closest to its limit, or farthest beyond it: the report of `explain`, and a
         test to paste.
@@ -101,6 +104,7 @@ class JudgeReport:
     verdicts: tuple[Verdict, ...]
     same: dict[str, str]
     about: str
+    mistakes: dict[str, list[str]]
     worst: str
 
     @property
@@ -113,23 +117,38 @@ class JudgeReport:
         failed = [v for v in self.verdicts if not v.passed]
         declined = [v for v in self.verdicts if v.declined]
         beyond = [v for v in self.verdicts if not (v.shares or v.declined or v.wrong)]
-        head = f"{'PASS' if self.passed else 'FAIL'}: {len(self.verdicts)} inputs, {len(failed)} fail"
+        head = (
+            f"{'PASS' if self.passed else 'FAIL'}: {len(self.verdicts)} inputs, {len(failed)} fail"
+        )
         counts = {"declined": declined, "beyond the declared arithmetic": beyond}
         head += "".join(f", {len(them)} {words}" for words, them in counts.items() if them)
         bits = [f"{words}: {said}" for words, said in self.same.items()]
         reasons = dict.fromkeys(f"declined: {v.declined}" for v in declined)
-        lines = [head, self.about, "", *columns(self.table()), "", *bits, *list(reasons)[:3]]
+        named = [f"{name} ({', '.join(them)})" for name, them in self.mistakes.items()]
+        lines = [
+            head,
+            self.about,
+            "",
+            *columns(self.table()),
+            "",
+            *named,
+            *bits,
+            *list(reasons)[:3],
+        ]
         return "\n".join([*lines, "", self.worst])
 
     def table(self) -> list[list[str]]:
-        """Return the cells of the table: for each family and output the worst ulp, and the part of a limit."""
+        """Return the cells of the table: for each family and output the worst ulp, and the share of a limit."""
         shown = [name for name in OUTPUTS if any(name in v.shares for v in self.verdicts)]
         rows = [["worst ulp, share of the limit", *shown]]
         for family in dict.fromkeys(v.problem.family for v in self.verdicts):
             own = [v for v in self.verdicts if v.problem.family == family]
-            title = f"{family} {FAMILIES[family].title}" if family in FAMILIES else family
-            wrong = "wrong " * any(v.wrong for v in own)
-            rows.append([title, *(wrong + _cell(own, name) for name in shown)])
+            words = f"{family} {FAMILIES[family].title}" if family in FAMILIES else family
+            failed = "FAIL " * any(not v.passed for v in own)
+            # The table has room for four outputs in 100 columns.
+            rows.append(
+                [shorten(failed + words, 34, placeholder=" .."), *(_cell(own, n) for n in shown)]
+            )
         return rows
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,8 +160,10 @@ def _cell(verdicts: list[Verdict], name: str) -> str:
     shares = [v.shares[name] for v in verdicts if name in v.shares]
     if not shares:
         return "-"
-    ulps = max(v.ulps[name] for v in verdicts if name in v.ulps)
-    return f"{digits(ulps)} {percent(max(shares)):>7}"
+    ulps, share = max(v.ulps[name] for v in verdicts if name in v.ulps), max(shares)
+    part = f"{100 * share:.{0 if share >= 0.1 else 1}f}%" if share < 10 else f"{share:.2g}x"
+    whole = 10 <= ulps < 1e4
+    return f"{ulps:.{0 if whole else 2}{'f' if whole else 'g'}} {part:>6}"
 
 
 def judge(
@@ -199,16 +220,32 @@ def judge(
     takes = parameters or (("gamma", "beta") if kind == "layer" else ("gamma",))
     run = _Kernel(forward, backward, convert or (lambda array: array), back, tuple(takes))
     arithmetic = Arithmetic(**declared)
-    problems = list(_problems(dtypes, families or [n for n, f in FAMILIES.items() if f.finite], full))
+    problems = list(
+        _problems(dtypes, families or [n for n, f in FAMILIES.items() if f.finite], full)
+    )
     verdicts = []
     for done, problem in enumerate(problems):
         verdicts.append(_judge(run, problem, kind, arithmetic))
         if progress:
             progress(done + 1, len(problems))
-    worst = max(verdicts, key=lambda verdict: verdict.share)
+    mistakes = dict[str, list[str]]()
+    families = dict.fromkeys(v.problem.family for v in verdicts if v.problem.family in FAMILIES)
+    for family in families:
+        own = [v for v in verdicts if v.problem.family == family and v.shares]
+        for mistake in _explain(run, _worst(own), kind, declared)[0].mistakes if own else ():
+            mistakes.setdefault(mistake, []).append(family)
     about = described(arithmetic.for_data(np.empty(0, parse(dtypes[0]))))
-    same = _same_bits(run, dtypes)
-    return JudgeReport(tuple(verdicts), same, about, _pasted(run, worst, kind, declared))
+    worst = _pasted(run, _worst(verdicts), kind, declared)
+    return JudgeReport(tuple(verdicts), _same_bits(run, dtypes), about, mistakes, worst)
+
+
+def _worst(verdicts: list[Verdict]) -> Verdict:
+    """Return the verdict to show: the farthest from right of those whose error can be split."""
+    # float32 shows more than 16 bits, a long row more than a short one, a number more than NaN.
+    return max(
+        verdicts,
+        key=lambda v: (not v.passed, v.problem.n >= LEAST, math.isfinite(v.share), v.share),
+    )
 
 
 def _problems(dtypes: Sequence[str], families: Sequence[str], full: bool) -> Iterator[Problem]:
@@ -254,13 +291,19 @@ class _Kernel(NamedTuple):
             # A gradient may be None, or what says why it is missing.
             pairs = zip(OUTPUTS, results, strict=False)
             wanted = {"y", "dx", *(f"d{name}" for name in self.takes)}
-            return {name: self.back(a) for name, a in pairs if name in wanted and hasattr(a, "shape")}
+            return {
+                name: self.back(a) for name, a in pairs if name in wanted and hasattr(a, "shape")
+            }
 
 
 def laid_out(array: Array, layout: str) -> Array:
     """Return a copy of an array with a layout; NaN lies between its elements."""
     rows, n = array.shape
-    sizes = {"rows apart": (rows, n + 3), "columns apart": (rows, 2 * n), "one element off": (array.size + 1,)}
+    sizes = {
+        "rows apart": (rows, n + 3),
+        "columns apart": (rows, 2 * n),
+        "one element off": (array.size + 1,),
+    }
     memory = np.full(sizes.get(layout, array.shape), np.nan, array.dtype)
     views = {
         "rows apart": lambda: memory[:, :n],
@@ -335,22 +378,31 @@ def _same_bits(run: _Kernel, dtypes: Sequence[str]) -> dict[str, str]:
     }
 
 
+def _explain(
+    run: _Kernel, verdict: Verdict, kind: str, declared: dict[str, Any]
+) -> tuple[Report, list[str]]:
+    """Return the report on a problem that the kernel took, and the names of its gradients."""
+    problem = verdict.problem
+    (x, gamma, beta, eps, dy), results = run.case(problem), run(run.case(problem), problem.layout)
+    y = results.pop("y")
+    report = explain(y, x, gamma, beta, eps, dy=dy, **results, kind=kind, **declared)
+    return report, list(results)
+
+
 def _pasted(run: _Kernel, worst: Verdict, kind: str, declared: dict[str, Any]) -> str:
     """Return the report on the worst problem, and lines of Python that repeat it."""
     problem = worst.problem
     head = f"closest to its limit: {problem}" if worst.passed else f"the worst: {problem}"
     if worst.wrong or worst.declined or problem.family == "many rows":
         return f"{head}\n  {worst.wrong or worst.declined}".rstrip()
-    case, results = run.case(problem), run(run.case(problem), problem.layout)
-    x, gamma, beta, eps, dy = case
-    report = explain(results.pop("y"), x, gamma, beta, eps, dy=dy, **results, kind=kind, **declared)
+    report, gradients = _explain(run, worst, kind, declared)
     options = "".join(f", {name}={value!r}" for name, value in declared.items())
-    given = "".join(f", {name}={name}" for name in results)
-    given = f", dy=dy{given}" * bool(results)
+    given = "".join(f", {name}={name}" for name in ("dy", *gradients)) * bool(gradients)
+    made = f'"{problem.family}", "{problem.dtype}", {problem.n}, {problem.rows}'
     lines = [
-        f'x, gamma, beta, eps, dy = make_case("{problem.family}", "{problem.dtype}", {problem.n}, {problem.rows})',
-        "y, cache = forward(x, gamma, beta, eps)" if results else "y = forward(x, gamma, beta, eps)",
-        *["dx, dgamma, dbeta = backward(dy, cache)"] * bool(results),
+        f"x, gamma, beta, eps, dy = make_case({made})",
+        f"{'y, cache' if gradients else 'y'} = forward(x, gamma, beta, eps)",
+        *["dx, dgamma, dbeta = backward(dy, cache)"] * bool(gradients),
         f"assert_{kind}_norm(y, x, gamma, beta, eps{given}{options})",
     ]
     body = str(report).split("\n", 1)[1]

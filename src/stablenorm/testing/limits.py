@@ -189,7 +189,9 @@ class Limits:
         sizes = np.abs(r * self.x)
         size = sizes.mean(axis=-1, keepdims=True)
         from_x = self.u * (self.form.digits > self.s.digits)
-        rest = (2 * u + self.kept + self.narrowed) * abs(m * r) + from_x * size + self.tiny(self.s) * r
+        rest = (
+            (2 * u + self.kept + self.narrowed) * abs(m * r) + from_x * size + self.tiny(self.s) * r
+        )
         self.shift = (self.chain(sizes / n) + Bound(0.0, rest)) * float(self.is_layer)
         shift = self.total(self.shift)
         # The relative error of var + eps: two for centered, one for its square, two for the division by
