@@ -10,17 +10,12 @@ from stablenorm.check.differences import name_pattern
 from stablenorm.formats import check_dtype, format_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import attribution
-from stablenorm.testing.attribution import ADVICE, Cause, Row, digits, percent
+from stablenorm.testing.attribution import Account, Row, digits, percent
 from stablenorm.testing.limits import FAILURE, Arithmetic, Limits, Statistics, half_ulp
-from stablenorm.text import number, shape_text
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
-# Below a twentieth of the squared error, nothing is won by mending a part.
-SMALL = 0.05
 _ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
-_NAMES = {"mean": "the mean", "rest": "roundings of single elements", "xhat": "the mean in xhat",
-          "statistics": "the statistics of its rows",
-          "last": "the last rounding", "order": "the sum over rows", "factor": "a common factor"}  # fmt: skip
 
 
 class Judged(NamedTuple):
@@ -76,17 +71,15 @@ class Report:
     ----------
     outputs : dict of str to Judged
         The judged outputs by name.
-    causes : dict of str to str
-        For each output, a sentence: where the digits went, and what to do.
-    mistakes : tuple of str
-        The mistakes that these name.
+    accounts : dict of str to Account
+        For each output, where the digits went: `shares` of its squared error by what they come from,
+        of the worst row for y and dx; its text is a sentence with the advice.
     about : str
         The input and the declared arithmetic.
     """
 
     outputs: Mapping[str, Judged]
-    causes: Mapping[str, str]
-    mistakes: tuple[str, ...]
+    accounts: Mapping[str, Account]
     about: str
 
     @property
@@ -94,11 +87,17 @@ class Report:
         """Whether no element of any output exceeds its limit."""
         return all(judged.passed for judged in self.outputs.values())
 
+    @property
+    def mistakes(self) -> list[str]:
+        """The mistakes that the accounts name."""
+        named = (mistake for account in self.accounts.values() for mistake in account.mistakes)
+        return list(dict.fromkeys(named))
+
     def __str__(self) -> str:
         """Return the report as text."""
         lines = [self.about]
         for name, judged in self.outputs.items():
-            lines += [_line(judged), *_element(judged), f"    {self.causes[name]}"]
+            lines += [_line(judged), *_element(judged), f"    {self.accounts[name]}"]
         return "\n".join(lines)
 
 
@@ -184,10 +183,10 @@ def explain(
     results = {"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta}
     outputs, limits = examine(results, data, eps, kind, Arithmetic(**declared))
     with np.errstate(all="ignore"):
-        causes, mistakes = _causes(outputs, limits, eps)
+        accounts = _accounts(outputs, limits, eps)
     shape = shape_text(np.shape(x))
     about = f"{kind} norm, x {shape} {limits.form.dtype}, eps {eps:g}; {described(limits.declared)}"
-    return Report(outputs, causes, mistakes, about)
+    return Report(outputs, accounts, about)
 
 
 def examine(
@@ -293,107 +292,22 @@ def _assert(report: Report) -> None:
         raise AssertionError(str(report))
 
 
-# ---- where the digits went ----
-
-
-def _causes(
-    outputs: Mapping[str, Judged], limits: Limits, eps: float
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return a sentence on each output, and the mistakes that these name."""
-    said, of_y, mistakes = dict[str, str](), list[Row](), dict[str, None]()
-    for name, judged in outputs.items():
-        dtype = judged.dtype
-        if name in {"dgamma", "dbeta"}:
-            known = attribution.in_sums(of_y, limits) * (name == "dgamma")
-            unit = limits.u * np.abs(limits.dy * (limits.before if name == "dgamma" else 1)).sum(
-                axis=0
+def _accounts(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict[str, Account]:
+    """Account for the errors of each output."""
+    accounts, of_y = dict[str, Account](), dict[int, Row]()
+    for name, one in outputs.items():
+        if name in {"y", "dx"}:
+            shape = limits.xhat.shape
+            error, exact, shares = (a.reshape(shape) for a in (one.error, one.exact, one.shares))
+            worst = int(np.argmax(shares.max(axis=-1)))
+            accounts[name], rows = attribution.account_of_rows(
+                name, error, exact, limits, one.dtype, worst, eps, of_y
             )
-            row = attribution.split_sums(judged.error, judged.exact, known, dtype, unit)
-            shares, causes = row.shares, _of_sums(judged, row, limits.rows)
-            said[name] = _parts(shares, causes) if np.isfinite(judged.error).all() else "not finite"
-            mistakes |= _mistakes(shares, causes)
-            continue
-        shares, error, exact = (
-            a.reshape(limits.xhat.shape) for a in (judged.shares, judged.error, judged.exact)
-        )
-        worst = int(np.argmax(shares.max(axis=-1)))
-        chosen = [worst, *(i for i in range(limits.rows) if i != worst)][: attribution.ROWS]
-        if name == "y":
-            rows = of_y = attribution.rows_of_y(error, exact, limits, dtype, chosen)
+            of_y |= {row.index: row for row in rows if name == "y"}
         else:
-            known = {row.index: row for row in of_y}
-            rows = attribution.rows_of_dx(error, exact, limits, dtype, chosen, known)
-        if not rows or rows[0].index != worst:
-            short = limits.n < attribution.LEAST
-            said[name] = (
-                "the row is too short to split its errors"
-                if short
-                else f"row {worst} is not finite"
+            is_gamma = name == "dgamma"
+            known = attribution.in_sums(list(of_y.values()), limits) * is_gamma
+            accounts[name] = attribution.account_of_sums(
+                one.error, one.exact, one.actual, limits, one.dtype, known, limits.before if is_gamma else 1.0
             )
-            continue
-        causes = {"rstd": attribution.cause_of_rstd(rows, limits, eps)}
-        if name == "y":
-            noise = attribution.noise_of_y(exact, limits, dtype)
-            causes["mean"] = attribution.cause_of_mean(rows, limits)
-        else:
-            noise = np.zeros(0)
-            causes["xhat"] = attribution.cause_of_mean(rows, limits)
-            for part in "mean(g)", "mean(g xhat)":
-                causes[part] = attribution.cause_of_means(part, rows, limits)
-        causes["rest"] = attribution.cause_of_rest(rows[0], limits, noise)
-        largest = 2 * half_ulp(np.abs(exact[worst]).max(), format_of(dtype))
-        ulps = float(np.abs(error[worst]).max() / largest)
-        head = f"row {worst}, off by {digits(ulps)} ulp of its largest element"
-        said[name] = f"{head}: {_parts(rows[0].shares, causes)}"
-        mistakes |= _mistakes(rows[0].shares, causes)
-        if name == "y":
-            said[name] += _hidden(rows[0], limits, dtype)
-    return said, tuple(mistakes)
-
-
-def _mistakes(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> dict[str, None]:
-    named = {part: cause.name for part, cause in causes.items() if cause and cause.name}
-    return {
-        f"{_NAMES.get(part, part)}: {name}": None
-        for part, name in named.items()
-        if shares.get(part, 0.0) >= SMALL
-    }
-
-
-def _parts(shares: Mapping[str, float], causes: Mapping[str, Cause | None]) -> str:
-    """Say what an error is made of, the largest part first, then the advice."""
-    words, advice = list[str](), list[str]()
-    for part, share in sorted(shares.items(), key=lambda item: -item[1]):
-        if share >= SMALL:
-            much = "all of it" if share > 0.995 else f"{percent(share)} of it"
-            cause = causes.get(part) or Cause("", "")
-            name = "the rest" if part == "rest" and cause.words else _NAMES.get(part, part)
-            words.append(f"{much} is {name}" + f", {cause.words}" * bool(cause.words))
-            advice += [cause.advice] * bool(cause.advice and cause.advice not in advice)
-    return " ".join(["; ".join(words) + ".", *advice])
-
-
-def _hidden(row: Row, limits: Limits, dtype: Any) -> str:
-    """Say which errors of the statistics y cannot show."""
-    if format_of(dtype).digits >= limits.s.digits or row.sure("mean") or row.sure("rstd"):
-        return ""
-    i, kind = row.index, limits.s.dtype.name
-    # In ulp of the statistics: of the mean, and of rstd relative.
-    ulp = 2 * half_ulp(limits.mean[i], limits.s) * limits.rstd[i]
-    seen = {"mean": float(ulp[0]), "rstd": 2 * limits.u}
-    each = (
-        f"of {_NAMES.get(name, name)} below {digits(attribution.SURE * row.numbers[name][1] / unit)} ulp of {kind}"
-        for name, unit in seen.items()
-        if name in row.numbers
-    )
-    return f" Not visible in {np.dtype(dtype).name}: errors {', '.join(each)}."
-
-
-def _of_sums(judged: Judged, row: Row, rows: int) -> dict[str, Cause | None]:
-    """Name what is wrong with the parts of the error of dgamma or dbeta."""
-    factor = row.numbers.get("factor", (0.0, 0.0))[0]
-    return {
-        "factor": Cause(f"{factor:+.1e}", ADVICE["factor"]),
-        "order": attribution.cause_of_order(judged.actual, row, format_of(judged.dtype), rows),
-        "statistics": Cause("", ADVICE["statistics"]),
-    }
+    return accounts

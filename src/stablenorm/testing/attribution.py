@@ -8,12 +8,12 @@ mean(g xhat) from dx. A number counts if it exceeds five times its standard erro
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, Format, format_of
+from stablenorm.formats import BFLOAT16, FLOAT16, Format, format_of
 from stablenorm.testing.limits import Limits, half_ulp
 from stablenorm.types import Array
 
@@ -23,6 +23,17 @@ LEAST = 8
 SURE = 5.0
 # Rows that are examined: enough to see what all rows share.
 ROWS = 64
+# Below a twentieth of the squared error, nothing is won by mending a part.
+SMALL = 0.05
+NAMES = {
+    "mean": "the mean",
+    "rest": "roundings of single elements",
+    "xhat": "the mean in xhat",
+    "statistics": "the statistics of its rows",
+    "last": "the last rounding",
+    "order": "the sum over rows",
+    "factor": "a common factor",
+}
 # The cure of each cause.
 ADVICE = {
     "mean": "Keep the mean in two floats, or subtract the mean of x - mean too.",
@@ -54,10 +65,10 @@ class Row(NamedTuple):
     shares: dict[str, float]
     excess: Any = 0.0
 
-    def sure(self, name: str) -> bool:
-        """Tell whether a number is more than chance."""
+    def sure(self, name: str) -> float:
+        """Return a number if it is more than chance, or 0."""
         number, error = self.numbers.get(name, (0.0, 1.0))
-        return abs(number) > SURE * error
+        return number if abs(number) > SURE * error else 0.0
 
 
 def fit(index: int, error: Array, columns: dict[str, Array], noise: Array) -> Row:
@@ -89,54 +100,46 @@ def fit(index: int, error: Array, columns: dict[str, Array], noise: Array) -> Ro
     return row._replace(shares=shares, excess=np.abs(left) / noise)
 
 
-def noise_of_y(exact: Array, limits: Limits, dtype: Any) -> Array:
-    """Return the roundings that every element of y has of its own."""
-    return np.asarray(limits.elements_of_y(dtype) + half_ulp(exact, format_of(dtype)))
-
-
-def rows_of_y(
-    error: Array, exact: Array, limits: Limits, dtype: Any, chosen: list[int]
-) -> list[Row]:
-    """Split the errors of rows of y into the mean, rstd and the rest."""
-    gamma, noise = (
-        np.broadcast_to(limits.gamma, limits.xhat.shape),
-        noise_of_y(exact, limits, dtype),
-    )
-    mean = {"mean": gamma} if limits.is_layer else {}
-    return [
-        fit(
-            i,
-            error[i],
-            {n: c[i] for n, c in (mean | {"rstd": gamma * limits.xhat}).items()},
-            noise[i],
-        )
-        for i in chosen
-        if np.isfinite(error[i]).all() and np.isfinite(noise[i]).all() and limits.n >= LEAST
-    ]
-
-
-def rows_of_dx(
-    error: Array, exact: Array, limits: Limits, dtype: Any, chosen: list[int], of_y: dict[int, Row]
-) -> list[Row]:
-    """Split the errors of rows of dx into mean(g), mean(g xhat), rstd, xhat and the rest."""
-    g, mean_g, slope = limits.terms_of_dx()
+def _columns(name: str, limits: Limits, of_y: Mapping[int, Row]) -> dict[str, Array]:
+    """Return the errors of y or dx, (rows, n), that an error of one in each intermediate makes."""
     r, xhat = limits.rstd, limits.xhat
-    noise = r * limits.elements_of_dx() + half_ulp(exact, format_of(dtype))
-    found = []
-    for i in chosen:
-        if not (np.isfinite(error[i]).all() and np.isfinite(noise[i]).all() and limits.n >= LEAST):
-            continue
-        columns = {"mean(g xhat)": r[i] * xhat[i]}
-        # The third power of rstd is no straight line: y tells where on it an rstd far off lies.
-        p = of_y[i].numbers["rstd"][0] if i in of_y and of_y[i].sure("rstd") else 0.0
-        columns["rstd"] = r[i] * (g[i] - mean_g[i] - (3 + 3 * p + p**2) * xhat[i] * slope[i])
-        if limits.is_layer:
-            columns["mean(g)"] = np.full(limits.n, r[i, 0])
-        found.append(fit(i, error[i], columns, noise[i]))
-    return _shifted(found, limits, of_y) if limits.is_layer else found
+    if name == "y":
+        mean = {"mean": limits.gamma + 0 * xhat} if limits.is_layer else {}
+        return mean | {"rstd": limits.gamma * xhat}
+    g, mean_g, slope = limits.terms_of_dx()
+    # The third power of rstd is no straight line: y tells where on it an rstd far off lies.
+    p = np.array([of_y[i].sure("rstd") if i in of_y else 0.0 for i in range(limits.rows)])[:, None]
+    mean = {"mean(g)": r + 0 * xhat} if limits.is_layer else {}
+    rstd = r * (g - mean_g - (3 + 3 * p + p**2) * xhat * slope)
+    return mean | {"mean(g xhat)": r * xhat, "rstd": rstd}
 
 
-def _shifted(rows: list[Row], limits: Limits, of_y: dict[int, Row]) -> list[Row]:
+def noise_of(name: str, exact: Array, limits: Limits, dtype: Any) -> Array:
+    """Return the roundings that every element of y or dx has of its own."""
+    own = limits.elements_of_y(dtype) if name == "y" else limits.rstd * limits.elements_of_dx()
+    return np.asarray(own + half_ulp(exact, format_of(dtype)))
+
+
+def split_rows(
+    name: str, error: Array, noise: Array, limits: Limits, worst: int, of_y: Mapping[int, Row]
+) -> list[Row]:
+    """Split the errors of rows of y or dx, the worst row first; rows that cannot be split are left out."""
+    columns = _columns(name, limits, of_y)
+    fits = (np.isfinite(error) & np.isfinite(noise)).all(axis=-1) & (limits.n >= LEAST)
+    chosen = [worst, *(i for i in range(limits.rows) if i != worst)][:ROWS]
+    rows = [
+        fit(i, error[i], {key: column[i] for key, column in columns.items()}, noise[i])
+        for i in chosen
+        if fits[i]
+    ]
+    if name == "dx":
+        # An error of the mean is in the variance, and so in rstd.
+        means = {i: {"mean": row.numbers["mean"]} for i, row in of_y.items() if row.sure("mean")}
+        rows = [row._replace(numbers=means.get(row.index, {}) | row.numbers) for row in rows]
+    return _shifted(rows, limits, of_y) if name == "dx" and limits.is_layer else rows
+
+
+def _shifted(rows: list[Row], limits: Limits, of_y: Mapping[int, Row]) -> list[Row]:
     """
     Blame xhat for the errors of mean(g) and mean(g xhat) if one shift of xhat in each row gives both.
 
@@ -154,8 +157,8 @@ def _shifted(rows: list[Row], limits: Limits, of_y: dict[int, Row]) -> list[Row]
     (c, d), errors = _pairs(kept, parts)
     size, blur = np.hypot(mean_g, slope), np.hypot(*errors)
     shift, across = (c * slope + d * mean_g) / size**2, np.abs(c * mean_g - d * slope) / size
-    # Eight roundings: those of the two means themselves.
-    allowed = SURE * blur + 8 * limits.u * np.abs(g).mean(axis=-1)[at]
+    # Eight roundings: those of the two means themselves. The shift of both xhat of the xhat term.
+    allowed = SURE * blur + 8 * limits.u * np.abs(g).mean(axis=-1)[at] + shift**2 * abs(mean_g)
     if not (across <= allowed).all() or not (np.abs(shift) * size > 2 * allowed).any():
         return rows
     changed = {}
@@ -180,14 +183,12 @@ def split_sums(error: Array, exact: Array, known: Array, dtype: Any, roundings: 
     `known` is the error that comes with xhat; `roundings` are those of the whole sum of magnitudes.
     """
     last = half_ulp(exact, format_of(dtype))
-    if not np.isfinite(error).all():
-        return Row(0, {}, {})
     left = error - known
     if not left @ left < error @ error:
         known, left = 0 * error, error
     enough = len(error) >= LEAST and np.abs(exact).max() > 0
     row = fit(0, left, {"factor": exact}, last) if enough else Row(0, {}, {"rest": 1.0})
-    factor = row.numbers["factor"][0] if row.sure("factor") else 0.0
+    factor = row.sure("factor")
     rest = left - factor * exact
     excess = np.abs(rest) / np.where(roundings > 0, roundings, 1)
     # Twice the bound of the last rounding: the sums were off before it, by more than their terms?
@@ -297,6 +298,82 @@ def _formulas(
             yield words, "padding", (var + (block - n) / n * m**2 + eps) ** -0.5
 
 
+class Account(NamedTuple):
+    """
+    What the error of one output is made of.
+
+    `where` says which row is meant, `shares` are the parts of the squared error, by name, and `causes`
+    what is known of them; `hidden` says what the output cannot show.
+    """
+
+    where: str
+    shares: Mapping[str, float]
+    causes: Mapping[str, Cause | None]
+    hidden: str = ""
+
+    @property
+    def mistakes(self) -> list[str]:
+        """The names of the mistakes in parts that count."""
+        named = ((part, cause) for part, cause in self.causes.items() if cause and cause.name)
+        counts = ((p, c) for p, c in named if self.shares.get(p, 0.0) >= SMALL)
+        return [f"{NAMES.get(part, part)}: {cause.name}" for part, cause in counts]
+
+    def __str__(self) -> str:
+        """Return a sentence, the largest part first, and the advice."""
+        words, advice = list[str](), list[str]()
+        for part, share in sorted(self.shares.items(), key=lambda item: -item[1]):
+            if share >= SMALL:
+                much = "all of it" if share > 0.995 else f"{percent(share)} of it"
+                cause = self.causes.get(part) or Cause("", "")
+                name = "the rest" if part == "rest" and cause.words else NAMES.get(part, part)
+                words.append(f"{much} is {name}" + f", {cause.words}" * bool(cause.words))
+                advice += [cause.advice] * bool(cause.advice and cause.advice not in advice)
+        said = "; ".join(words) + "." * bool(words)
+        return " ".join(filter(None, [self.where, said, *advice, self.hidden]))
+
+
+def account_of_rows(
+    name: str, error: Array, exact: Array, limits: Limits, dtype: Any, worst: int, eps: float,
+    of_y: Mapping[int, Row],
+) -> tuple[Account, list[Row]]:  # fmt: skip
+    """Account for the errors of y or dx, (rows, n); return the split rows too."""
+    noise = noise_of(name, exact, limits, dtype)
+    rows = split_rows(name, error, noise, limits, worst, of_y)
+    if not rows or rows[0].index != worst:
+        short = "rows are too short to split their errors" * (limits.n < LEAST)
+        return Account(short or f"row {worst} is not finite", {}, {}), rows
+    causes = {
+        "rstd": cause_of_rstd(rows, limits, eps),
+        "mean" if name == "y" else "xhat": cause_of_mean(rows, limits),
+        "rest": cause_of_rest(rows[0], limits, noise),
+    }
+    for part in ("mean(g)", "mean(g xhat)") if name == "dx" else ():
+        causes[part] = cause_of_means(part, rows, limits)
+    ulp = 2 * half_ulp(np.abs(exact[worst]).max(), format_of(dtype))
+    where = f"row {worst}, off by {digits(np.abs(error[worst]).max() / ulp)} ulp of its largest element:"
+    hidden = ""
+    if format_of(dtype).digits < limits.s.digits and rows[0].shares == {"rest": 1.0}:
+        seen = SURE * rows[0].numbers.get("rstd", (0.0, 1.0))[1]
+        hidden = f"Not visible in {np.dtype(dtype).name}: errors of rstd below {seen:.0e}, and alike of the mean."
+    return Account(where, rows[0].shares, causes, hidden), rows
+
+
+def account_of_sums(
+    error: Array, exact: Array, actual: Array, limits: Limits, dtype: Any, known: Array, factor: Any
+) -> Account:
+    """Account for the errors of dgamma or dbeta, sums of dy times a factor."""
+    if not np.isfinite(error).all():
+        return Account("not finite", {}, {})
+    row = split_sums(error, exact, known, dtype, limits.u * np.abs(limits.dy * factor).sum(axis=0))
+    number = row.numbers.get("factor", (0.0, 0.0))[0]
+    causes = {
+        "factor": Cause(f"{number:+.1e}", ADVICE["factor"]),
+        "order": cause_of_order(actual, row, format_of(dtype), limits.rows),
+        "statistics": Cause("", ADVICE["statistics"]),
+    }
+    return Account("", row.shares, causes)
+
+
 def digits(value: float) -> str:
     """Write a number of ulp: two digits, and whole ones from 100 on, thousands apart."""
     return f"{value:,.0f}".replace(",", " ") if 100 <= value < 1e7 else f"{value:.2g}"
@@ -313,15 +390,15 @@ def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause | None:
     size = np.abs(g if part == "mean(g)" else g * limits.xhat).mean(axis=-1)[at]
     # It is subtracted: what is too small leaves some of it.
     (off,), (errors,) = _pairs(rows, (part,))
-    # Other sums, and the shift of xhat that y shows, may be off as well.
+    # Eight roundings of a sum in blocks; the shift of xhat that y shows is in it too.
     shifts = np.array([row.numbers.get("mean", (0.0,))[0] for row in rows])
-    allowed = SURE * errors + (limits.additions(n) * limits.u + abs(shifts)) * size
+    allowed = SURE * errors + (8 * limits.u + abs(shifts)) * size
     for words, advice, factor in (
         ("which is missing", "missing", 1.0),
         ("which is divided by n - 1", "divided", -1 / max(n - 1, 1)),
         ("which is not divided by n", "divided", 1.0 - n),
     ):
-        if fits(off, factor * exact, allowed):
+        if fits(off, factor * exact, allowed * max(1.0, abs(factor))):
             return Cause(words, ADVICE[advice], words)
     worst = np.abs(off / size).max()
     key = "sum" if part == "mean(g)" else "centered"
@@ -333,24 +410,23 @@ def in_sums(rows: list[Row], limits: Limits) -> Array:
     known = np.zeros(limits.n)
     if len(rows) == limits.rows:
         for row in rows:
-            of_mean, of_rstd = (row.numbers[k][0] if row.sure(k) else 0.0 for k in ("mean", "rstd"))
-            known += limits.dy[row.index] * (of_mean + of_rstd * limits.xhat[row.index])
+            off = row.sure("mean") + row.sure("rstd") * limits.xhat[row.index]
+            known += limits.dy[row.index] * off
     return known
 
 
 def cause_of_rest(row: Row, limits: Limits, noise: Array) -> Cause | None:
-    """Name what no statistic explains in a row of y or dx; None: roundings. `noise` is that of y, or empty."""
+    """Name what no statistic explains in a row of y or dx; None: roundings."""
     # These may add up to more than their bound, which leaves out a factor near 1.
-    if np.all(row.excess <= 2):
+    worst = float(np.max(row.excess))
+    if worst <= 2:
         return None
-    i, worst = row.index, digits(float(np.max(row.excess)))
-    if noise.size:
-        # Four roundings of x * a + b.
-        allowed = noise[i] + 4 * limits.ue * limits.before[i] * np.abs(limits.gamma)
-        if (row.excess * noise[i] <= allowed).all():
-            name = "x is scaled before the mean is subtracted"
-            return Cause(name, ADVICE["scaled"], name)
-    return Cause(f"up to {worst} times what roundings explain", "")
+    # Four roundings of x * a + b.
+    allowed = noise[row.index] + 4 * limits.ue * limits.before[row.index] * np.abs(limits.gamma)
+    if (row.excess * noise[row.index] <= allowed).all():
+        name = "x is scaled before the mean is subtracted"
+        return Cause(name, ADVICE["scaled"], name)
+    return Cause(f"up to {digits(worst)} times what roundings explain", "")
 
 
 def cause_of_order(actual: Array, row: Row, form: Format, rows: int) -> Cause:
