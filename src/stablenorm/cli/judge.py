@@ -35,6 +35,7 @@ from typing import Any
 from stablenorm.cli import parts
 from stablenorm.cli.child import run_apart, silence
 from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_functions
+from stablenorm.cli.user_operation import let_stand_alone
 from stablenorm.formats import DTYPES
 from stablenorm.testing import FAMILIES, JudgeReport, judge
 
@@ -140,24 +141,29 @@ def examine(arguments: argparse.Namespace) -> JudgeReport:
 
 def _of_file(file: UserFile, arguments: argparse.Namespace) -> Any:
     """Return the functions of a file, the kind of the norm, and the parameters that it takes."""
-    names, asked = (arguments.forward, arguments.backward), arguments.kind
+    names, asked, class_ = (arguments.forward, arguments.backward), arguments.kind, arguments.class_
+    is_alone = False
+    if not class_:
+        try:
+            file.find(names[1], "backward", asked)
+        except parts.InputError:
+            is_alone = not names[1]
+            let_stand_alone(file, file.find(names[0], "forward", asked)[0])
 
     @functools.cache
     def norm(n: int) -> Norm:
         # A class makes its parameters for rows of a length.
-        if arguments.class_:
-            return adapt_class(file, arguments.class_, (2, n), (-1,), None)
+        if class_:
+            return adapt_class(file, class_, (2, n), (-1,), None)
         return adapt_functions(file, names, asked, (2, n), (-1,))
 
-    try:
-        first = norm(8)
-    except parts.InputError:
-        name, forward = file.find(names[0], "forward", asked)
-        backward = None
-        takes = None
-    else:
-        name, takes = first.name, first.takes
-        forward = lambda x, *rest: norm(x.shape[-1]).forward(x, *rest)
-        backward = lambda dy, cache: norm(dy.shape[-1]).backward(dy, cache)
-    kind = asked or ("rms" if "rms" in name.lower() else "layer")
-    return (forward, backward), kind, takes
+    first = norm(8)
+    kind = asked or ("rms" if "rms" in first.name.lower() else "layer")
+
+    def forward(x: Any, *rest: Any) -> Any:
+        return norm(x.shape[-1]).forward(x, *rest)
+
+    def backward(dy: Any, cache: Any) -> Any:
+        return norm(dy.shape[-1]).backward(dy, cache)
+
+    return (forward,) if is_alone else (forward, backward), kind, first.takes

@@ -43,8 +43,9 @@ class Judged(NamedTuple):
         """
         last = self.ulp / 2
         with np.errstate(all="ignore"):
-            beyond = np.maximum(np.abs(self.error) - last, 0) / (self.limit - last)
-            return np.where(np.isfinite(self.limit), beyond, 0.0)
+            beyond = np.maximum(np.abs(self.error) - last, 0)
+            shares = beyond / (self.limit - last)
+        return np.where(np.isfinite(self.limit) & (beyond > 0), shares, 0.0)
 
     @property
     def passed(self) -> bool:

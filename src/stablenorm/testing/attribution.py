@@ -73,7 +73,10 @@ class Row(NamedTuple):
 
 def fit(index: int, error: Array, columns: dict[str, Array], noise: Array) -> Row:
     """Split the errors of a row into multiples of columns and a rest."""
-    names = [name for name, column in columns.items() if np.abs(column).max() > 0]
+    # Squares of smaller numbers vanish.
+    names = [name for name, column in columns.items() if (np.abs(column) / noise).max() > 1e-100]
+    if not names:
+        return Row(index, {}, {"rest": 1.0}, np.abs(error) / noise)
     matrix = np.stack([columns[name] for name in names], axis=-1) / noise[:, None]
     # Columns of the same length, lest one be taken for a multiple of the others.
     lengths = np.sqrt((matrix**2).sum(axis=0))
@@ -125,12 +128,14 @@ def split_rows(
 ) -> list[Row]:
     """Split the errors of rows of y or dx, the worst row first; rows that cannot be split are left out."""
     columns = _columns(name, limits, of_y)
-    fits = (np.isfinite(error) & np.isfinite(noise)).all(axis=-1) & (limits.n >= LEAST)
+    sizes = [np.abs(part) / noise for part in (error, *columns.values())]
+    # Squares of larger numbers overflow.
+    can = np.all([(size < 1e100).all(axis=-1) for size in sizes], axis=0) & (limits.n >= LEAST)
     chosen = [worst, *(i for i in range(limits.rows) if i != worst)][:ROWS]
     rows = [
         fit(i, error[i], {key: column[i] for key, column in columns.items()}, noise[i])
         for i in chosen
-        if fits[i]
+        if can[i]
     ]
     if name == "dx":
         # An error of the mean is in the variance, and so in rstd.

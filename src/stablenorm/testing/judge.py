@@ -252,9 +252,9 @@ def _worst(verdicts: list[Verdict]) -> Verdict:
 def _problems(dtypes: Sequence[str], families: Sequence[str], full: bool) -> Iterator[Problem]:
     for i, family in enumerate(families):
         for k, n in enumerate(LENGTHS):
-            # Every two of family, length, dtype and layout meet: i + k and 3 i + k run through all.
+            # Every two of family, length, dtype and layout meet: k // 2 sets layouts apart from dtypes.
             every = [(dtype, layout) for dtype in dtypes for layout in LAYOUTS]
-            one = dtypes[(i + k) % len(dtypes)], LAYOUTS[(3 * i + k) % len(LAYOUTS)]
+            one = dtypes[(i + k) % len(dtypes)], LAYOUTS[(i + k + k // 2) % len(LAYOUTS)]
             few = FAMILIES[family].smallest_rows
             rows = few if n > 1025 else max(2, few)
             for dtype, layout in every if full else [one]:
