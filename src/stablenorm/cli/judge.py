@@ -38,6 +38,7 @@ from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_function
 from stablenorm.cli.user_operation import let_stand_alone
 from stablenorm.formats import DTYPES
 from stablenorm.testing import FAMILIES, JudgeReport, judge
+from stablenorm.testing.judge import LENGTHS
 
 
 def _order(text: str) -> str | int:
@@ -57,6 +58,10 @@ OPTIONS: dict[str, Any] = {
     "--families": (
         "hard inputs; default: all",
         {"nargs": "+", "choices": tuple(FAMILIES), "metavar": "F"},
+    ),
+    "--lengths": (
+        "lengths of rows; default: 1 to 16384, those at which kernels branch",
+        {"nargs": "+", "type": int, "metavar": "N", "default": LENGTHS},
     ),
     "--full": ("every combination of family, length, dtype and layout", {"action": "store_true"}),
     "--statistics": (
@@ -133,7 +138,7 @@ def examine(arguments: argparse.Namespace) -> JudgeReport:
                 flush=True,
             )
 
-    options = {"dtypes": arguments.dtypes, "families": arguments.families, "full": arguments.full}
+    options = {n: vars(arguments)[n] for n in ("dtypes", "families", "lengths", "full")}
     return judge(
         *functions, kind=kind or "layer", parameters=takes, **options, progress=show, **declared
     )

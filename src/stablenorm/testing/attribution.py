@@ -367,7 +367,7 @@ def account_of_sums(
     error: Array, exact: Array, actual: Array, limits: Limits, dtype: Any, known: Array, factor: Any
 ) -> Account:
     """Account for the errors of dgamma or dbeta, sums of dy times a factor."""
-    if not np.isfinite(error).all():
+    if not np.isfinite(error + exact).all():
         return Account("not finite", {}, {})
     row = split_sums(error, exact, known, dtype, limits.u * np.abs(limits.dy * factor).sum(axis=0))
     number = row.numbers.get("factor", (0.0, 0.0))[0]

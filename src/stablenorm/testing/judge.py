@@ -170,7 +170,7 @@ def _cell(verdicts: list[Verdict], name: str) -> str:
 def judge(
     forward: Callable[..., Any], backward: Callable[..., Any] | None = None, *, kind: str = "layer",
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16"), families: Sequence[str] | None = None,
-    full: bool = False, parameters: Sequence[str] | None = None,
+    lengths: Sequence[int] = LENGTHS, full: bool = False, parameters: Sequence[str] | None = None,
     convert: Callable[[Array], Any] | None = None,
     back: Callable[[Any], Array] = np.asarray,
     progress: Callable[[int, int], object] | None = None, **declared: Any,
@@ -190,6 +190,8 @@ def judge(
         The dtypes of all arrays.
     families : sequence of str, optional
         Names of hard inputs; default: all finite ones.
+    lengths : sequence of int, default: 1 to 16 384
+        Lengths of rows; the default ones are around those at which kernels branch.
     full : bool, default: False
         Whether every family meets every length, dtype and layout; otherwise every pair of these occurs.
     parameters : sequence of str, optional
@@ -221,16 +223,14 @@ def judge(
     takes = parameters or (("gamma", "beta") if kind == "layer" else ("gamma",))
     run = _Kernel(forward, backward, convert or (lambda array: array), back, tuple(takes))
     arithmetic = Arithmetic(**declared)
-    problems = list(
-        _problems(dtypes, families or [n for n, f in FAMILIES.items() if f.finite], full)
-    )
+    families = families or [name for name, family in FAMILIES.items() if family.finite]
+    problems = list(_problems(dtypes, families, lengths, full))
     verdicts = []
     for done, problem in enumerate(problems):
         verdicts.append(_judge(run, problem, kind, arithmetic))
         if progress:
             progress(done + 1, len(problems))
     mistakes = dict[str, list[str]]()
-    families = dict.fromkeys(v.problem.family for v in verdicts if v.problem.family in FAMILIES)
     for family in families:
         own = [v for v in verdicts if v.problem.family == family and v.shares]
         for mistake in _explain(run, _worst(own), kind, declared)[0].mistakes if own else ():
@@ -249,9 +249,11 @@ def _worst(verdicts: list[Verdict]) -> Verdict:
     )
 
 
-def _problems(dtypes: Sequence[str], families: Sequence[str], full: bool) -> Iterator[Problem]:
+def _problems(
+    dtypes: Sequence[str], families: Sequence[str], lengths: Sequence[int], full: bool
+) -> Iterator[Problem]:
     for i, family in enumerate(families):
-        for k, n in enumerate(LENGTHS):
+        for k, n in enumerate(lengths):
             # Every two of family, length, dtype and layout meet: k // 2 sets layouts apart from dtypes.
             every = [(dtype, layout) for dtype in dtypes for layout in LAYOUTS]
             one = dtypes[(i + k) % len(dtypes)], LAYOUTS[(i + k + k // 2) % len(LAYOUTS)]
