@@ -45,7 +45,7 @@ def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset)
     expected = Expected(Case(x, gamma, beta, 1e-5, dy, kind, 1.0), 2.0**-53)
     exact = getattr(sn, f"exact_{kind}_norm")(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
     for name in NAMES:
-        value, *_, magnitude = expected.bounds_of(name, x.dtype)
+        value, _, magnitude = expected.bounds_of(name, x.dtype)
         # At most 16 roundings of the element's magnitude, whatever the offset.
         error = np.abs(value - exact.rounded(name, np.float64))
         assert (error <= 16 * 2.0**-53 * magnitude).all()
@@ -101,14 +101,6 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
         report = check_layer_norm(one_pass, backward, *data(0, offset=offset), rng=0)
         assert report.verdict != "FAIL", str(report)
         assert report.diagnosis == ()
-    plain = check_layer_norm(forward, backward, *data(0), rng=0)
-    # Secants reach 1e-12.
-    assert plain.resolution < 1e-13
-    for result, digits in ((report, 6), (plain, 10)):
-        message = findings(result, "hard inputs", "NOTE")["offset 1e4"]
-        said = re.search(r"keeps (\d+) of 16 digits", message)
-        assert digits <= int(said[1]) <= digits + 3
-    assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}
 
 
 # ---- diagnosis ----

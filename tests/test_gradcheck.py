@@ -392,7 +392,7 @@ def test_findings_are_counted_by_their_layer_and_those_that_did_not_pass_are_tol
     lines = REPORT.text(verbose=True).splitlines()
     assert (
         lines[lines.index("  beta: not judged: the argument is None") :][1]
-        == "  dy is not modified: dy[0, 1] was 1.0, then 2.0"
+        == "  dy[0, 1] was 1.0, then 2.0"
     )
     assert lines[-5:] == [
         "  contract (what every pair of functions must do): 1 PASS, 1 FAIL, 1 NOTE",

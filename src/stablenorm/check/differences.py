@@ -17,7 +17,7 @@ import numpy as np
 
 from stablenorm.check.operation import FaultError, Loss, as_array, flat, rms, tiniest, unit_roundoff
 from stablenorm.check.results import TINIEST, ArgumentResult, Finding, Verdict
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 # In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges
 # fast; at 2^-9 the plain secant has a truncation error of 4e-6.
@@ -168,7 +168,7 @@ class Argument:
         else:
             rounding, unit = float(self.bounds[where]), float(scale) * factor
         scale, (samples, level) = scale * factor, self._noise(factor)
-        rows, tableau, stale = list[_Row](), list[Array](), 0
+        rows, tableau = list[_Row](), list[Array]()
         noise = apart = usual = math.inf
         best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
@@ -187,13 +187,8 @@ class Argument:
                 break
             rows.append(row)
             tableau, entry = _extend(tableau, rows, noise)
-            stale = 0 if entry[0] < best[0] else stale + 1
-            bound, actual, numeric = best = min(best, entry)
-            # Never stop at a difference: beside a kink, only steps that do not reach it are right.
-            agrees = abs(actual - numeric) <= bound
-            # Nothing finer can be judged, or two further steps have not improved the bound.
-            if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
-                break
+            best = min(best, entry)
+        bound, actual, numeric = best
         status = _status(best, rows, noise, usual, level)
         # Past a kink at d, secants change as 1 - d / step: more at shorter steps.
         changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
@@ -300,9 +295,8 @@ class Argument:
             return list(range(size))
         n = self.x.shape[-1]
         # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
-        block = n // 128 * 128
-        extremes = np.abs(self._x).argmax(), np.abs(self._gradient).argmax()
-        special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
+        block = min(n // 128 * 128, n - 1)
+        special = 0, n - 1, size - n, size - 1, max(block - 1, 0), block, abs(self._x).argmax()
         chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
         return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
@@ -397,25 +391,27 @@ def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: flo
 
 
 def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list[Array], Best]:
-    """Add the newest secant to the tableau, of entries (actual, numeric, *weights of the secants)."""
+    """Add the newest secant to the tableau, whose entries are weights of the secants."""
     k = len(rows) - 1
-    entry = np.zeros(2 + len(_STEPS))
-    entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
-    line, best = [entry], (math.inf, math.nan, math.nan)
-    disturbance = np.array([noise / row.step + row.error for row in rows])
+    line, best = [np.eye(len(_STEPS))[k]], (math.inf, math.nan, math.nan)
+    table = np.zeros((3, len(_STEPS)))
+    table[:, : k + 1] = np.transpose(
+        [(row.actual, row.numeric, noise / row.step + row.error) for row in rows]
+    )
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2
-        entry = (q * line[j - 1] - previous[j - 1]) / (q - 1)
-        line.append(entry)
-        residual, *parents = (float(e[1] - e[0]) for e in (entry, line[j - 1], previous[j - 1]))
+        line.append((q * line[-1] - previous[j - 1]) / (q - 1))
+        residual, *parents = (
+            float((table[1] - table[0]) @ w) for w in (line[-1], line[-2], previous[j - 1])
+        )
         disagreement = max(abs(residual - parent) for parent in parents)
-        bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
-        best = min(best, (bound, float(entry[0]), float(entry[1])))
+        bound = disagreement + float(np.abs(line[-1]) @ table[2])
+        best = min(best, (bound, float(table[0] @ line[-1]), float(table[1] @ line[-1])))
     return line, best
 
 
-def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def place_of(place: int, shape: Shape) -> Shape:
     """Return the index of an element given by its flat index."""
     return tuple(map(int, np.unravel_index(place, shape)))
 

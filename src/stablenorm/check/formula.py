@@ -19,7 +19,7 @@ import numpy as np
 from stablenorm.check.closed_form import Case, Expected, excess
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 
 class Reading(NamedTuple):
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     formula: str
     right: str
     cause: str = ""
-    axes: tuple[int, ...] = ()
+    axes: Shape = ()
 
 
 class Term(NamedTuple):
@@ -56,7 +56,7 @@ class Change(NamedTuple):
     rstd: Any = 1.0
     # xhat, gamma or g.
     values: Mapping[str, Any] = MappingProxyType({})
-    axes: tuple[int, ...] = ()
+    axes: Shape = ()
 
 
 _NONE = Change()
@@ -103,7 +103,10 @@ _NORMS = {
     ),
 }
 # Names of factors: of n, the number of rows and the length of the first axis.
-_FACTORS = "1 2 1/2 n 1/n n/(n-1) (n-1)/n n/rows rows 1/rows rows/n n/first first/n 1/first 1/n/rows".split()  # fmt: skip
+_FACTORS = (
+    "1", "2", "1/2", "n", "1/n", "n/(n-1)", "(n-1)/n", "n/rows", "rows", "1/rows", "rows/n",
+    "n/first", "first/n", "1/first", "1/n/rows",
+)  # fmt: skip
 
 
 def _right(name: str, case: Case) -> dict[Term, float]:
@@ -158,7 +161,7 @@ def _terms(name: str, case: Case, *, core: bool) -> Iterator[Term]:
 def _changes(name: str, of: Expected) -> Iterator[Change]:
     """Yield what may replace the statistics of the forward; for gradients, the first is no change."""
     ndim, norms, roots = of.case.x.ndim, _NORMS[of.case.kind], [*_ROOTS]
-    last = (ndim - 1,)
+    last: Shape = (ndim - 1,)
     others = [(eps, last) for eps in _EPS if eps != of.case.eps]
     if name == "y":
         every = (axes for k in range(ndim) for axes in itertools.combinations(range(ndim), k + 1))
@@ -179,6 +182,8 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
     ):
         change = _changed(of, *recipe)
         words = change.words.replace("it is", "xhat is").partition(":")[0]
+        if recipe[0] != own[0]:
+            words = f"eps is {recipe[0][0]:g}, not {of.case.eps:g} as in the forward,"
         yield change._replace(words=words, text=f"rstd' = {change.text}", axes=())
     rstd, centered, dy, gamma = of.rstd, of.centered, of.dy, of.gamma - of.case.gamma_offset
     for dtype in (form.dtype for form in (FLOAT32, BFLOAT16, FLOAT16)):
@@ -200,22 +205,21 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
 
 
 def _changed(
-    of: Expected, problem: tuple[float, tuple[int, ...]], norm: Any, less: int, root: str
+    of: Expected, problem: tuple[float, Shape], norm: Any, less: int, root: str
 ) -> Change:
     """Return the rstd and xhat of one way to write a forward; the text is the formula of rstd."""
     (eps, axes), (is_var, is_centered, words) = problem, norm
-    x, own_eps = of.case.x.astype(np.float64), of.case.eps
+    x = of.case.x.astype(np.float64)
     count, mean = math.prod(x.shape[axis] for axis in axes), x.mean(axes, keepdims=True)
     v = np.square(x - mean * is_var).mean(axes, keepdims=True) * count / max(count - less, 1)
     rstd = eval(root, {"v": v, "eps": eps, "sqrt": np.sqrt})
-    size, number = "var" if is_var else "mean(x^2)", "eps" if eps == own_eps else f"{eps:g}"
+    size, number = "var" if is_var else "mean(x^2)", "eps" if eps == of.case.eps else f"{eps:g}"
     text = root.replace("**", "^").replace(" * ", " ").replace("eps", number)
     said = [
         "the variance is divided by n - 1" * less,
         words,
-        f"eps is {eps:g}, not {own_eps:g} as in the forward," * (eps != own_eps and root == next(iter(_ROOTS))),
         re.sub(r"\bv\b", size, _ROOTS[root]),
-    ]  # fmt: skip
+    ]
     xhat = ((x - mean * is_centered) * rstd).reshape(-1, of.case.n)
     text = re.sub(r"\bv\b", size + " n / (n - 1)" * less, text).removesuffix("^0")
     # Over other axes, rstd is no number of a row.
@@ -242,7 +246,7 @@ class _Draw:
         made, ndim = [], len(self.shape)
         axes = dict(zip(_MEANS, ((-1,), range(ndim - 1), (0,), range(ndim)), strict=True))
         for term in terms:
-            own = self.values | (change.values if term.changed == 2 else {})
+            own = self.values | dict(change.values if term.changed == 2 else {})
             outer, inner = (
                 math.prod((own[word] for word in words.split()), start=self.ones)
                 for words in term[:2]
@@ -263,14 +267,15 @@ def _sparse(matrix: Array, target: Array, tolerance: float, most: int) -> list[i
     """Return the fewest columns that give `target` but for `tolerance`; empty if it takes too many."""
     sizes = np.sqrt(np.sum(matrix**2, axis=0))
     keep = np.flatnonzero(np.isfinite(sizes) & (sizes > 0))
-    units, states = matrix[:, keep] / sizes[keep], [()]
+    units = matrix[:, keep] / sizes[keep]
+    states: list[Shape] = [()]
     for _ in range(min(most, len(target) // 2) + 1):
-        grown = dict[tuple[int, ...], float]()
+        grown = dict[Shape, float]()
         for chosen in states:
             basis = np.linalg.qr(units[:, chosen])[0]
             rest = target - basis @ (basis.T @ target)
             if rest @ rest <= tolerance**2 * (target @ target):
-                return keep[[*chosen]].tolist()
+                return [int(keep[column]) for column in chosen]
             # A column that is nearly made of those chosen adds nothing.
             left = 1 - np.sum((basis.T @ units) ** 2, axis=0)
             gains = np.where(left > 1e-9, (rest @ units) ** 2 / np.maximum(left, 1e-9), 0)
@@ -534,10 +539,10 @@ def _cause(
         if {*places} >= able and not template.endswith(" dx"):
             sentences.append(template)
             continue
-        subjects = [_SLOTS[place] for place in sorted(places)]
-        if sorted(places) == [1, 2] and template.startswith("{}") and "missing" not in template:
-            template, subjects = re.sub(r"(\w+)\|(\w+)", r"\2", template), ["the two means"]
-        sentences.append(agree(template, subjects) + " in dx" * (not template.endswith(" dx")))
+        sentence = agree(template, [_SLOTS[place] for place in sorted(places)])
+        if template.startswith("{}") and "missing" not in template:
+            sentence = sentence.replace("the mean of g and the xhat term", "the two means")
+        sentences.append(sentence + " in dx" * (not sentence.endswith(" dx")))
     return "; ".join(sentences)
 
 
@@ -571,7 +576,7 @@ def _cause_of_y(
 # ---- where no formula is found ----
 
 
-def locate(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) -> str:
+def locate(actual: Array, value: Array, bound: Array, shape: Shape) -> str:
     """Say which single element, row or column is wrong, and by which factor; empty if more is wrong."""
     wrong = excess(actual, value, 2 * bound) > 1
     place = name_pattern(wrong.reshape(shape if actual.ndim > 1 else actual.shape))

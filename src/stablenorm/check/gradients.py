@@ -166,6 +166,7 @@ def begin(
     """Check the rules of a call; return the gradients that can be judged, the results of others, findings."""
 
     def unchecked(why: str) -> dict[str, ArgumentResult | None]:
+        """Return the results of arguments that cannot be judged."""
         return {name: ArgumentResult(name, "NOT CHECKED", message=why) for name in args}
 
     try:

@@ -19,7 +19,7 @@ from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.text import shape_text
-from stablenorm.types import Array, check_eps
+from stablenorm.types import Array, Shape, check_eps
 
 
 def check_layer_norm(
@@ -123,25 +123,27 @@ def _check(
             own if a is None and role in takes else a
             for a, own, role in zip((gamma, beta), ours, PARAMETERS, strict=True)
         )
-    x, gamma, beta = check_args([x, gamma, beta], ARGUMENTS[:3], None)[0].values()
+    arrays: Any = check_args([x, gamma, beta], ARGUMENTS[:3], None)[0].values()
+    x, gamma, beta = arrays
     if not np.isfinite(offset) or (offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {offset}"
         raise ValueError(msg)
     axes = normalize_axis_tuple(axis, x.ndim) if x.ndim else ()
     names = [str(a) for a in range(x.ndim) if a not in axes] + [" and ".join(map(str, axes))]
-    about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}, axis {names[-1]}"
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {eps:g}"
+    about += f", axis {names[-1]}" * (axes != (x.ndim - 1,))
     about += f", seed {seed}" * isinstance(seed, int)
-    moved = _Moved(x, gamma, beta, axes)
-    operation = Operation(*moved.pair(forward, backward, check_eps(eps)))
-    case = Case(moved.x, *moved.parameters, eps, moved.x, kind, offset)
+    check_eps(eps)
+    operation, case, view = _seen(kind, forward, backward, (x, gamma, beta), eps, axes, offset)
     findings = list[Finding]()
     fits = x.size > 0 and all(a is None or a.shape == case.x.shape[-1:] for a in case[1:3])
     if fits and x.dtype == np.float64 and _is_narrow(operation, case, rng):
         message = "the code computes in float32 inside: it is judged by the rounding of float32"
         findings.append(Finding("precision", "float64 is kept", "NOTE", message))
-        case = Case(*(None if a is None else a.astype(np.float32) for a in case[:3]), *case[3:])
-    arrays, spans = check_args(case[:3], ARGUMENTS[:3], None)
-    sound, refused, contract = begin(operation, arrays, spans, rng)
+        narrow: Any = (None if a is None else a.astype(np.float32) for a in case[:3])
+        case = case._replace(**dict[str, Any](zip(ARGUMENTS, narrow, strict=False)))
+    own, spans = check_args(case[:3], ARGUMENTS[:3], None)
+    sound, refused, contract = begin(operation, own, spans, rng)
     findings += contract
     judged, readings, causes = _NOTHING
     why = "gamma and beta must have the length of a row"
@@ -155,89 +157,87 @@ def _check(
                 findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
                 why = "the code does not run on other data"
     results = [
-        result or _decided(name, judged.get(f"d{name}", []), why, moved)
+        result or _decided(name, judged.get(f"d{name}", []), why, view)
         for name, result in refused.items()
     ]
     return make_report(operation, (results, findings), about, readings, causes)
 
 
-class _Moved:
-    """A norm over any axes of x seen as one over the last; `like` are the caller's arrays."""
+class _View:
+    """The arrays of a norm over any axes of x, seen as those of one over the last axis."""
 
-    def __init__(self, x: Array, gamma: Any, beta: Any, axes: tuple[int, ...]):
-        self.axes, self.like = axes, (x, gamma, beta)
-        self.x, self.parameters = (
-            self.there(x),
-            [p if p is None else p.reshape(-1) for p in (gamma, beta)],
-        )
+    def __init__(self, x: Array, gamma: Any, beta: Any, axes: Shape):
+        self._axes, self._given, self.shape = axes, {"x": x, "gamma": gamma, "beta": beta}, x.shape
+        # By the name of an array, the shape that the code takes and returns; of the latest call.
+        self._shapes: dict[str, Any] = {"y": x.shape}
+        self.x = self.there("y", x)
+        self.gamma, self.beta = (None if p is None else p.reshape(-1) for p in (gamma, beta))
         # The flat places in the caller's x.
-        self.places = self.there(np.arange(x.size).reshape(x.shape))
+        self.places = self.there("y", np.arange(x.size).reshape(x.shape))
 
-    def there(self, a: Array) -> Array:
-        """Move the normalized axes to the end, as one."""
-        moved = np.moveaxis(a, self.axes, range(-len(self.axes), 0))
-        return np.ascontiguousarray(moved.reshape(*moved.shape[: a.ndim - len(self.axes)], -1))
+    def there(self, name: str, a: Array) -> Array:
+        """See an array of the code as rows; one of a wrong shape stays, and is refused."""
+        if a.shape != self._shapes[name] or name not in ("y", "dx"):
+            return a.reshape(-1) if a.shape == self._shapes[name] else a
+        moved = np.moveaxis(a, self._axes, range(-len(self._axes), 0))
+        return np.ascontiguousarray(moved.reshape(*moved.shape[: a.ndim - len(self._axes)], -1))
 
-    def back(self, a: Array) -> Array:
-        """Undo `there`; rows of another length vary along the last of the axes."""
-        x, k = self.like[0], len(self.axes)
-        if a.ndim + k != x.ndim + 1:
-            msg = f"x must have {x.ndim} axes for axis {self.axes}"
+    def back(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return arrays as the code takes them; rows of another length vary along the last of the axes."""
+        (a, *parameters), given, axes = arrays.values(), self._given["x"], self._axes
+        if a.ndim + len(axes) != given.ndim + 1:
+            msg = f"x must have {given.ndim} axes for axis {axes}"
             raise FaultError(msg)
-        lengths = [x.shape[axis] for axis in self.axes]
+        lengths = [given.shape[axis] for axis in axes]
         if a.shape[-1] != math.prod(lengths):
-            lengths = [1] * (k - 1) + [a.shape[-1]]
-        return np.moveaxis(a.reshape(*a.shape[:-1], *lengths), range(-k, 0), self.axes)
+            lengths = [1] * (len(axes) - 1) + [a.shape[-1]]
+        x = np.moveaxis(a.reshape(*a.shape[:-1], *lengths), range(-len(axes), 0), axes)
+        own = [
+            x,
+            *(
+                p if p is None else p.reshape(self._form(n, x.shape))
+                for n, p in zip(PARAMETERS, parameters, strict=False)
+            ),
+        ]
+        named = dict(zip(arrays, own, strict=True))
+        self._shapes |= {f"d{name}": np.shape(part) for name, part in named.items()} | {
+            "y": x.shape
+        }
+        return named
 
-    def form(self, parameter: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _form(self, name: str, shape: Shape) -> Any:
         """Return the shape of gamma or beta for an x of this shape: flat, the axes', or to be broadcast."""
-        if parameter.ndim == 1:
-            return (-1,)
-        if parameter.ndim == len(self.axes):
-            return tuple(shape[axis] for axis in self.axes)
-        return tuple(m if k in self.axes else 1 for k, m in enumerate(shape))[-parameter.ndim :]
+        ndim = self._given[name].ndim
+        if ndim in (1, len(self._axes)):
+            return -1 if ndim == 1 else [shape[axis] for axis in self._axes]
+        return [m if k in self._axes else 1 for k, m in enumerate(shape)][-ndim:]
 
-    def pair(self, forward: Any, backward: Any, eps: float) -> tuple[Any, Any]:
-        """Return both functions for rows along the last axis; eps may be another."""
-        if self.axes == (self.x.ndim - 1,) and all(p is None or p.ndim == 1 for p in self.like[1:]):
-            return lambda *given: forward(*given, *[eps][len(given) - 3 :]), backward
 
-        def call(a: Array, gamma: Any, beta: Any, eps: float = eps) -> Any:
-            x = self.back(a)
-            both = [
-                p if p is None else p.reshape(self.form(like, x.shape))
-                for p, like in zip((gamma, beta), self.like[1:], strict=True)
-            ]
-            result = forward(x, *both, eps)
-            if not isinstance(result, (tuple, list)) or len(result) != 2:
-                return result
-            y, cache = result
-            y = self.there(y) if np.shape(y) == x.shape else y
-            return y, (cache, [x.shape, *map(np.shape, both)])
-
-        def pull(dy: Array, cache: Any) -> Any:
-            returned = backward(self.back(dy), cache[0])
-            if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-                return returned
-            # Gradients of another shape stay, and are refused.
-            fits = [np.shape(a) == shape for a, shape in zip(returned, cache[1], strict=True)]
-            moves = self.there, np.ravel, np.ravel
-            return [
-                f(a) if fit and a is not None else a
-                for f, a, fit in zip(moves, returned, fits, strict=True)
-            ]
-
-        return call, pull
+def _seen(
+    kind: str,
+    forward: Any,
+    backward: Any,
+    arrays: Sequence[Any],
+    eps: float,
+    axes: Any,
+    offset: float = 0,
+) -> tuple[Operation, Case, _View]:
+    """Return the operation on rows, its case, and how the caller's arrays are seen."""
+    x, gamma, beta = arrays
+    view = _View(x, gamma, beta, axes)
+    # The cases of the closed form have other eps.
+    call = lambda x, gamma, beta, eps=eps: forward(x, gamma, beta, eps)
+    case = Case(view.x, view.gamma, view.beta, eps, view.x, kind, offset)
+    return Operation(call, backward, view), case, view
 
 
 def axes_of(
     kind: str, forward: Any, backward: Any, data: Sequence[Any], eps: float, axis: Any = -1
-) -> tuple[int, ...]:
+) -> Shape:
     """Return the axes over which y of x, gamma and beta is normalized, `axis` moved last; empty if y shows none."""
-    moved, rng = _Moved(*data, normalize_axis_tuple(axis, data[0].ndim)), np.random.default_rng(0)
+    axes, rng = normalize_axis_tuple(axis, data[0].ndim), np.random.default_rng(0)
     with contextlib.suppress(FaultError), np.errstate(all="ignore"):
-        operation = Operation(*moved.pair(forward, backward, eps))
-        case = Case(moved.x, *moved.parameters, eps, moved.x, kind)
+        operation, case, _ = _seen(kind, forward, backward, data, eps, axes)
         case = case._replace(eps=closed_form.read_eps(operation, case)[0])
         last = case.x.ndim - 1
         if not closed_form.judge(operation, closed_form.ordinary(case, rng))["y"].wrong:
@@ -259,6 +259,8 @@ def _is_narrow(operation: Operation, case: Case, rng: Generator) -> bool:
     return False
 
 
+# The search takes a second for an x of so many elements.
+_LARGE = 2**11
 # The judged gradients, formulas by name, causes.
 _Found = tuple[Mapping[str, list[Judged]], dict[str, Reading], tuple[str, ...]]
 _NOTHING: _Found = ({}, {}, ())
@@ -279,7 +281,8 @@ def _look(
     ]
     judged = {name: [by_name[name] for by_name in outputs] for name in outputs[0]}
     if wrong := [one for one in judged.pop("y")[::-1] if one.wrong]:
-        found, causes = _read(operation, case, rng, ["y"], names)
+        # The eps of what is no norm is not known.
+        found, causes = _read(operation, case._replace(eps=given), rng, ["y"], names)
         said = wrong[0].not_finite or f"y is off by {wrong[0].error:.1e}"
         findings.append(Finding("the forward", "y = gamma xhat + beta", "FAIL", said))
         kind = {"layer": "layer", "rms": "RMS"}[case.kind]
@@ -289,7 +292,7 @@ def _look(
         findings.append(Finding("the forward", "it uses eps", "NOTE", message))
     findings.append(Finding("closed form", "y = gamma xhat + beta", "PASS"))
     for name, both in judged.items():
-        if all(one.right for one in both):
+        if not any(one.wrong for one in both):
             findings.append(Finding("closed form", f"every element of {name} is right", "PASS"))
     if wrong_names := [n for n, both in judged.items() if any(one.wrong for one in both)]:
         message = "not run: the gradients are wrong on ordinary inputs already"
@@ -316,7 +319,7 @@ def _read(
         (*lead, n) for lead, n in zip(leads[min(case.x.ndim, 4) - 1], (8, 11), strict=True)
     )
     # The code may want its own shape. Then no names of factors are certain.
-    for shapes in ((small, small, other), (case.x.shape,) * 3):
+    for shapes in ((small, small, other), *[(case.x.shape,) * 3] * (case.x.size <= _LARGE)):
         try:
             draws = [closed_form.ordinary(case, rng, shape) for shape in shapes]
             outputs = [closed_form.judge(operation, draw) for draw in draws]
@@ -324,7 +327,8 @@ def _read(
         except FaultError:
             continue
     else:
-        return {}, ()
+        text = f"not read back: the code takes no x but of shape {shape_text(case.x.shape)}"
+        return dict.fromkeys(wrong, Reading(text, "")), ()
     # The error where the code is right: y is, or nothing is known but the rounding.
     noise = max(max(o["y"].error * ("y" not in wrong), o["y"].expected.u) for o in outputs)
     readings, found = dict[str, Reading](), dict[str, list[str]]()
@@ -332,7 +336,7 @@ def _read(
         own = [o[name] for o in outputs]
         if not any(one.wrong for one in own) or not all(np.isfinite(o.actual).all() for o in own):
             continue
-        places = {formula.locate(o.actual, o.value, o.plain, o.shape) for o in own}
+        places = {formula.locate(o.actual, o.value, o.bound, o.shape) for o in own}
         cause = places.pop() if len(places) == 1 else ""
         if not cause and case.n > 1:
             reading = formula.read(name, draws, [o.actual for o in own], noise, case.x.shape, axes)
@@ -351,7 +355,7 @@ def _read(
 def _known(operation: Operation, case: Case, one: Judged, noise: float) -> str:
     """Say what is known of a dx that was not read back, by changing one thing at a time."""
     if one.name != "dx":
-        return ""
+        return f": it is of {one.dtype}, x of {case.x.dtype}" * (one.dtype != case.x.dtype)
     x = case.x.copy()
     x.reshape(-1, case.n)[:-1] *= 1.5
     changes: dict[str, dict[str, Any]] = {
@@ -366,27 +370,28 @@ def _known(operation: Operation, case: Case, one: Judged, noise: float) -> str:
     return f": {formula.describe(one.actual, one.expected, moved, noise)}"
 
 
-def _decided(name: str, judged: list[Judged], why: str, moved: _Moved) -> ArgumentResult:
+def _decided(name: str, judged: list[Judged], why: str, view: _View) -> ArgumentResult:
     """Return the verdict of the closed form on one gradient; `why` if there is none."""
     if not judged:
         return ArgumentResult(name, "NOT CHECKED", message=why)
     one = next((one for one in judged if one.wrong), judged[0])
-    is_right = all(one.right for one in judged)
-    z, bound = (one.z_plain, one.plain) if is_right else (one.z, one.careless)
     verdict: Verdict = "FAIL" if one.wrong else "PASS"
     message = one.not_finite * one.wrong
     # If an offset leaves x no digits, the closed form does not know the right gradient either.
-    if not one.wrong and one.resolution(bound) > (np.finfo(float).max if is_right else COARSEST):
+    coarsest = np.finfo(float).max if all(one.right for one in judged) else COARSEST
+    if not one.wrong and one.resolution > coarsest:
         verdict, message = "INCONCLUSIVE", "the offset of x leaves too few digits"
-    worst, wrong, places = int(np.argmax(z)), np.reshape(z > 1, -1), np.arange(z.size)
-    shape: tuple[int, ...] = one.shape
+    z, worst = one.z, int(np.argmax(one.z))
+    wrong, places = np.reshape(z > 1, -1), np.arange(z.size)
+    shape: Shape = one.shape
     if name == "x":
-        places, shape = moved.places.reshape(-1), moved.like[0].shape
+        places, shape = view.places.reshape(-1), view.shape
     seen = np.zeros(z.size, bool)
     seen[places] = wrong
-    numbers = (float(a.flat[worst]) for a in (one.actual, one.value, bound))
+    actual, value, bound = (float(a.flat[worst]) for a in (one.actual, one.value, one.bound))
+    index, pattern = place_of(int(places[worst]), shape), name_pattern(seen.reshape(shape))
+    counts = z.size, z.size, 0, int(wrong.sum())
     return ArgumentResult(
-        name, verdict, z.size, z.size, 0, int(wrong.sum()), place_of(int(places[worst]), shape),
-        *numbers, 0.0, one.resolution(bound), message, "closed form",
-        name_pattern(seen.reshape(shape)) if one.wrong else "",
+        name, verdict, *counts, index, actual, value, bound, 0.0, one.resolution, message,
+        "closed form", pattern * one.wrong,
     )  # fmt: skip

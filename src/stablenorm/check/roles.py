@@ -67,7 +67,7 @@ def parameters(function: Function) -> dict[str, bool]:
 
 def call_by_name(function: Function, values: dict[str, Any]) -> Any:
     """Call a function with values for some of its parameters, by position where that is the only way."""
-    bound = inspect.BoundArguments(inspect.signature(function), values)  # type: ignore[arg-type]
+    bound = inspect.BoundArguments(inspect.signature(function), values)
     return function(*bound.args, **bound.kwargs)
 
 
@@ -315,15 +315,15 @@ def adapt(forward: Function, backward: Function) -> tuple[Function, Function, Pa
                 break
         else:
             raise faults[0]
-        order = [role for role in pair.of_forward.values() if role != "cache"]
-        takes = [role for role in order if role in PARAMETERS] or pair.takes
-        gradients = gradients_by_role(returned, takes, order)
+        wanted = [role for role in pair.of_forward.values() if role != "cache"]
+        takes = [role for role in wanted if role in PARAMETERS] or pair.takes
+        gradients = gradients_by_role(returned, takes, wanted)
         if takes == ["beta", "gamma"] and isinstance(returned, tuple):
             # In the order of the arguments or, as usual, gamma first: the gradient of beta is the sum of dy.
             total = dy.reshape(-1, dy.shape[-1]).sum(axis=0)
-            gamma, beta = gradients.get("gamma"), gradients.get("beta")
-            if np.shape(gamma) == total.shape and np.allclose(gamma, total):
-                gradients |= {"gamma": beta, "beta": gamma}
+            gamma = np.asarray(gradients.get("gamma"))
+            if gamma.shape == total.shape and np.allclose(gamma, total):
+                gradients |= {"gamma": gradients["beta"], "beta": gamma}
         return in_order(gradients, takes, returned)
 
     return call, pull, pair

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from stablenorm.check import roles
 from stablenorm.check.operation import FaultError, Missing, Unknown, arrays_in
 from stablenorm.check.roles import PARAMETERS, RATE, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
-from stablenorm.types import Array
+from stablenorm.types import Array, Shape
 
 # A class is a layer if it has a method of both lines.
 _METHODS = (
@@ -116,7 +116,7 @@ def _usual(functions: list[str], way: str, kind: str | None) -> Iterator[str]:
         for form in (f"({norms})({ends})", f"({ends})({norms})"):
             yield from (name for name in functions if re.fullmatch(form, key_of(name)))
     # A plain `layer_norm` is a forward, mostly; a plain `rms` is seldom one.
-    plain = "|forward|fwd|layernorm|rmsnorm|ln" if way == "forward" else "|backward|bwd"
+    plain = "|forward|fwd|layernorm|rmsnorm" if way == "forward" else "|backward|bwd"
     yield from (n for word in plain.split("|")[1:] for n in functions if key_of(n) == word)
 
 
@@ -165,46 +165,46 @@ def _of_functions(forward: Any, backward: Any, name: str, shape: Any, axes: Any)
     unknown = {r: n for n, r in pair.of_forward.items() if r in PARAMETERS and not role_of(n)}
     held = {n: v for n, v in getattr(forward, "__globals__", {}).items() if _is_data(n, v)}
     subject = _Subject(lambda _: (forward, backward, [None, held]), pair, axes)
-    places, _ = ({}, []) if "gamma" in pair.takes else subject.find(shape)
-    if unknown:
+    places = {} if "gamma" in pair.takes else subject.find(shape)[0]
+    if unknown and axes == (-1,):
         _exchange(pair, unknown, subject.draw(shape))
 
     def signature() -> str:
         pulled = f", {roles.spelled(backward, pair.of_backward)}" * (backward is not _pullback)
-        told = [f"; {role} is {_spelled(path)}" for path, role in places.items()]
-        return roles.spelled(forward, unknown and pair.of_forward) + pulled + "".join(told)
+        return roles.spelled(forward, unknown and pair.of_forward) + pulled + _told(places)
 
     if places:
         return subject.norm(signature, name, cure)
-    why = (
-        "no gamma was found: --only x judges the gradient of x alone"
-        if held and "gamma" not in pair.takes
-        else ""
-    )
+    is_hidden = held and "gamma" not in pair.takes
+    why = "no gamma was found: --only x judges the gradient of x alone" * bool(is_hidden)
     return Norm(call, pull, pair.takes, signature, name, cure, why)
+
+
+def _told(places: dict[Path_, str]) -> str:
+    return "".join(f"; {role} is {_spelled(path)}" for path, role in places.items())
 
 
 def _is_data(name: str, value: Any) -> bool:
     """Tell whether a name of a module holds what may hold a parameter."""
-    no_data = ModuleType, FunctionType, type, str, int, float, np.number, tuple
-    return (
-        name[:2] != "__"
-        and not isinstance(value, no_data)
-        and not callable(value)
-        and value is not None
-    )
+    no_data = ModuleType, str, int, float, np.number, tuple, type(None)
+    return name[:2] != "__" and not callable(value) and not isinstance(value, no_data)
 
 
 def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
     """Exchange the roles of arguments of unknown names if gamma shifts y; FaultError if one does neither."""
     n = x.shape[-1]
-    given = {"x": x, "eps": 1e-5, "gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
+    given: dict[str, Any] = {"gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
     acts = dict[str, str]()
     for role, name in unknown.items():
-        acts[role] = _act(
-            lambda x, by, role=role: pair.call(given | {"x": x, role: given[role] + by})[0], x
-        )
-        if not acts[role]:
+
+        def y_of(x: Array, by: float, role: str = role) -> Any:
+            return pair.call(given | {"x": x, "eps": 1e-5, role: given[role] + by})[0]
+
+        try:
+            acts[role] = _act(y_of, x)
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises
+            raise FaultError.of(error) from None
+        if acts[role] not in PARAMETERS:
             msg = f"the forward takes {name}, which neither scales nor shifts y: {roles.WRAP}"
             raise FaultError(msg)
     if acts == {"gamma": "beta", "beta": "gamma"}:
@@ -232,19 +232,19 @@ def adapt_class(file: UserFile, name: str, shape: Any, axes: Any, init: str | No
     class_ = file.layers[name]
     methods = [next(m for m in names if m in dir(class_)) for names in _METHODS]
     if isinstance(inspect.getattr_static(class_, methods[0]), (staticmethod, classmethod)):
-        return _of_functions(*(getattr(class_, method) for method in methods), name, shape, axes)
+        forward, backward = (getattr(class_, method) for method in methods)
+        return _of_functions(forward, backward, name, shape, axes)
     make, cure = _maker(file, class_, init)
     held = {n: v for n, v in file.names.items() if _is_data(n, v)}
 
-    def made(lengths: tuple[int, ...]) -> Any:
+    def made(lengths: Shape) -> Any:
         instance = make(lengths)
         return *(getattr(instance, method) for method in methods), [instance, held]
 
     subject = _Subject(made, None, axes)
     places, others = subject.find(shape)
-    told = "".join(f"; {role} is {_spelled(path)}" for path, role in places.items())
     form = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
-    signature = f"{form}.{methods[0]}(x), .{methods[1]}(dy)" + told
+    signature = f"{form}.{methods[0]}(x), .{methods[1]}(dy)" + _told(places)
     norm = subject.norm(lambda: signature, name, cure)
     why = f"y depends on {', '.join(others)} too, which is no gamma and no beta" * bool(others)
     if "gamma" not in norm.takes:
@@ -265,13 +265,13 @@ class _Subject:
     `make` returns the forward, the backward and the holder for these lengths of the normalized axes.
     """
 
-    def __init__(self, make: Callable[[tuple[int, ...]], Any], pair: Pair | None, axes: Any):
+    def __init__(self, make: Callable[[Shape], Any], pair: Pair | None, axes: Any):
         self._make, self._pair, self._axes = make, pair, axes
         # Paths to the parameters, their roles, and paths to their gradients by role.
         self.places: dict[Path_, str] = {}
         self._stored: dict[str, Path_] | None = None
 
-    def draw(self, shape: tuple[int, ...]) -> Array:
+    def draw(self, shape: Shape) -> Array:
         """Draw an x like this with more rows than one, of another number than columns, which tell gamma from beta."""
         own = {axis % len(shape) for axis in self._axes}
         n = math.prod(shape[axis] for axis in own)
@@ -304,7 +304,7 @@ class _Subject:
             np.copyto(place, value.reshape(place.shape), casting="unsafe")
         return pair, held
 
-    def find(self, shape: tuple[int, ...]) -> tuple[dict[Path_, str], list[str]]:
+    def find(self, shape: Shape) -> tuple[dict[Path_, str], list[str]]:
         """Find the arrays that scale y, gamma, or shift it, beta; return them, and what else changes y."""
         x = self.draw(shape)
         n = math.prod(shape[axis] for axis in self._axes)
@@ -344,52 +344,45 @@ class _Subject:
         return self.places, [_spelled(path) for path in acts if path not in self.places]
 
     def _run(self, inputs: Any, rate: float = RATE) -> tuple[Any, Callable[[Array], Any]]:
-        """Return y of (x, gamma, beta, eps), and its backward."""
+        """Return y of (x, gamma, beta, eps), and the backward: gradients and steps by role, what was returned."""
         named = dict(zip(("x", *PARAMETERS, "eps"), inputs, strict=True))
         own = {p: named[role] for p, role in self.places.items() if named[role] is not None}
         pair, held = self._prepared(named["x"], own, rate)
-        takes = self.takes
         y, saved = pair.call(named)
 
-        def pull(dy: Array) -> dict[str, Any]:
+        def pull(dy: Array) -> tuple[dict[str, Any], dict[str, Any], Any]:
             before = {path: (a, a.copy()) for path, a in arrays_in(held)}
             returned = pair.pull(dy, saved, rate)
-            gradients = roles.gradients_by_role(returned, takes)
+            there = dict(arrays_in(held))
             # The first backward shows where they are: later ones may be 0, as if not stored.
             if self._stored is None:
-                self._stored = _stored_gradients(held, before, self.places, dy, self._axes)
-            there = dict(arrays_in(held))
-            found = {role: there[path] for role, path in self._stored.items() if path in there}
-            steps = {}
+                self._stored = _stored_gradients(there, before, self.places, dy, self._axes)
+            gradients: dict[str, Any] = {
+                role: there[path] for role, path in self._stored.items() if path in there
+            }
+            by_role = roles.gradients_by_role(returned, self.takes)
+            gradients |= {role: g for role, g in by_role.items() if g is not None}
+            steps = dict[str, Any]()
             for path, role in self.places.items():
-                if role not in self._stored and not np.array_equal(there[path], before[path][1]):
-                    steps[role] = (before[path][1] - there[path]) / rate
-            gradients = found | {role: g for role, g in gradients.items() if g is not None}
-            for path, role in self.places.items():
-                gradient = gradients.get(role, steps.get(role, _NOWHERE))
-                if np.size(gradient) == np.size(named[role]) and np.shape(gradient) == np.shape(
-                    before[path][0]
-                ):
-                    gradient = np.reshape(gradient, np.shape(named[role]))
-                gradients[role] = gradient
-            return gradients | {"steps": steps.keys() - found.keys() - {None}, "returned": returned}
+                old, new, given = before[path][1], there[path], named[role]
+                if role not in gradients and not np.array_equal(old, new):
+                    gradients[role] = steps[role] = (old - new) / rate
+                gradient = gradients.setdefault(role, _NOWHERE)
+                if np.shape(gradient) == old.shape and old.size == np.size(given):
+                    gradients[role] = np.reshape(gradient, np.shape(given))
+            return gradients, steps, returned
 
         return y, pull
 
     def _pull(self, dy: Array, inputs: Any) -> list[Any]:
         """Run forward and backward; a gradient that is only applied is believed if the step is rate * gradient."""
-        gradients = self._run(deepcopy(inputs))[1](dy.copy())
-        returned, steps = gradients.pop("returned"), gradients.pop("steps")
+        gradients, steps, returned = self._run(deepcopy(inputs))[1](dy.copy())
         if steps:
-            faster, twice = (
-                self._run(deepcopy(inputs), rate)[1](factor * dy)
-                for rate, factor in ((2 * RATE, 1), (RATE, 2))
-            )
-            for role in steps:
-                if not all(
-                    np.allclose(other[role], factor * np.asarray(gradients[role]), rtol=1e-4)
-                    for other, factor in ((faster, 1), (twice, 2))
-                ):
+            faster, faster_steps, _ = self._run(deepcopy(inputs), 2 * RATE)[1](dy.copy())
+            _, twice, _ = self._run(deepcopy(inputs))[1](2 * dy)
+            for role, step in steps.items():
+                apart = faster_steps.get(role, 0) - step, twice.get(role, 0) / 2 - step
+                if np.max(np.abs(apart)) > 1e-4 * np.max(np.abs(step)):
                     gradients[role] = _STEP
             if not np.array_equal(faster["x"], gradients["x"]):
                 gradients["x"] = _EARLY
@@ -413,21 +406,23 @@ class _Subject:
 
 
 def _stored_gradients(
-    held: Any, before: dict[Path_, Any], places: dict[Path_, str], dy: Array, axes: Any
+    there: dict[Path_, Array],
+    before: dict[Path_, Any],
+    places: dict[Path_, str],
+    dy: Array,
+    axes: Any,
 ) -> dict[str, Path_]:
     """Return by role the paths to the gradients that a backward left in the holder."""
     owned = {id(before[path][0]) for path in places}
     new = {
         path: a
-        for path, a in arrays_in(held)
+        for path, a in there.items()
         if id(a) not in owned and path not in places and a.dtype.kind == "f"
         and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
     }  # fmt: skip
     found, parents = dict[str, Path_](), [path[:-1] for path in places]
-    there = dict(arrays_in(held))
     # Where the parameters change, other arrays may be moments of an optimizer.
-    is_step = any(not np.array_equal(there[path], before[path][1]) for path in places)
-    if is_step:
+    if any(not np.array_equal(there[path], before[path][1]) for path in places):
         new = {path: a for path, a in new.items() if gradient_role(path[-1])}
     for path, role in places.items():
         # Words of its own name; those of one letter are in every other word.
@@ -460,55 +455,44 @@ def _stored_gradients(
 
 def _maker(
     file: UserFile, class_: Any, init: str | None
-) -> tuple[Callable[[tuple[int, ...]], Any], str]:
+) -> tuple[Callable[[Shape], Any], str]:
     """Return the function that makes an instance for these lengths, and words if it had to guess."""
     if init:
         names = file.names | {"np": np}
         return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""
-    asked = {
-        name: (role_of(name, ("eps", "axis", *PARAMETERS, "train", "others")), needed)
-        for name, needed in roles.parameters(class_).items()
-    }
-    # The first of no known role is the length of a row; for others, guesses are tried.
+    # Role and whether it is required. The first of no known role is the length of a row.
+    known = "eps", "axis", *PARAMETERS, "train", "others"
+    asked = {n: (role_of(n, known), needed) for n, needed in roles.parameters(class_).items()}
     unknown = [name for name, (role, needed) in asked.items() if needed and not role]
     cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
     cure = f'say how it is made: --init "{class_.__name__}({cure})"'
     if others := ", ".join(unknown[1:]):
         cure = f"{class_.__name__} also requires {others}; {cure}"
-    works = list[int]()
 
-    def make(lengths: tuple[int, ...]) -> Any:
+    def make(lengths: Shape) -> Any:
         n, failures, generator = math.prod(lengths), list[str](), np.random.default_rng(0)
-        lengths_first = [lengths, n] if len(lengths) > 1 else [n, lengths]
-        known: dict[str, list[Any]] = {
+        # A required bias may be a switch.
+        values: dict[str, list[Any]] = {
             "eps": [1e-5], "axis": [-1], "train": [True], "others": [generator],
-            # A required bias may be a switch.
             "gamma": [np.ones(n), True], "beta": [np.zeros(n), True],
+            "": [*[lengths] * (len(lengths) > 1), n, lengths, 1e-5, generator],
         }  # fmt: skip
         # With a default they are left: bias=True is a switch.
         guesses = {
-            name: known.get(role, [1e-5, generator, n])
+            name: values[role]
             for name, (role, needed) in asked.items()
             if needed or role in ("eps", "axis")
-        } | dict.fromkeys(unknown[:1], lengths_first)
-        ways = [
-            ((), dict(zip(guesses, own, strict=True)))
-            for own in itertools.product(*guesses.values())
-        ]
-        if not unknown:
-            # Nothing is required, or *args.
-            ways = [(first, own) for first in ((n,), (lengths,), ()) for _, own in ways]
-        for k, (listed, own) in enumerate(ways):
-            if works and k != works[0]:
-                continue
+        }
+        # Nothing is required, or *args.
+        firsts = [()] if unknown else [(n,), (lengths,), ()]
+        for own, first in itertools.product(itertools.product(*guesses.values()), firsts):
             try:
-                instance = class_(*listed, **own)
+                instance = class_(*first, **dict(zip(guesses, own, strict=True)))
             except Exception as error:  # noqa: BLE001 - whatever a constructor raises
                 failures.append(str(FaultError.of(error)))
                 continue
             gammas = [a.size for path, a in arrays_in(instance) if role_of(path[-1]) == "gamma"]
             if not gammas or n in gammas:
-                works[:] = [k]
                 return instance
             failures.append(f"its gamma does not have {n} elements")
         msg = f"{class_.__name__} cannot be made from the length of a row: {failures[0]}; {cure}"
