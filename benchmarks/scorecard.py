@@ -51,9 +51,11 @@ def measure() -> dict[str, Any]:
     for subject, call in calls.items():
         declared = DECLARED.get(subject, {})
         for family in SHOWN:
-            x, gamma, beta, eps, dy = make_case(family, "float32", N, max(ROWS, FAMILIES[family].smallest_rows))
+            x, gamma, beta, eps, dy = make_case(
+                family, "float32", N, max(ROWS, FAMILIES[family].smallest_rows)
+            )
             with np.errstate(all="ignore"):
-                results = dict(call(Input(x, gamma, beta, eps, dy)))
+                results: dict[str, Any] = dict(call(Input(x, gamma, beta, eps, dy)))
                 report = explain(
                     results.pop("y"), x, gamma, beta, eps, dy=dy, **results, **declared
                 )
@@ -88,7 +90,10 @@ def render(results: dict[str, Any]) -> dict[str, str]:
         rows = [
             [
                 f"{FAMILIES[family].title} <small>{family}</small>",
-                *(figure(*[cells[name][family][output][k] for k in ("ulp", "share")]) for name in own),
+                *(
+                    figure(*[cells[name][family][output][k] for k in ("ulp", "share")])
+                    for name in own
+                ),
             ]
             for family in SHOWN
         ]
@@ -101,7 +106,9 @@ def render(results: dict[str, Any]) -> dict[str, str]:
         lines.append([name, said, backward, ISSUES.get(name, "")])
     parts["said"] = table(["library", "y", "dx", "threads"], lines)
     line, missing = origin_line("make scorecard", results["origin"]), results["origin"]["missing"]
-    parts["origin"] = line + f" Not measured, the import failed: {', '.join(missing)}." * bool(missing)
+    parts["origin"] = line + f" Not measured, the import failed: {', '.join(missing)}." * bool(
+        missing
+    )
     return parts
 
 

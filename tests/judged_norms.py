@@ -5,6 +5,7 @@ All are NumPy in float32 unless they say otherwise. `run` computes y, dx, dgamma
 keywords put one fault, or one way of summing, into it.
 """
 
+# ruff: noqa: ARG001, ARG005 - all faults have one signature
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +85,12 @@ def run(
     dx = (rstd * (g - of_g - xhat * along)).astype(x.dtype)
     rows = over_rows or total
     dgamma, dbeta = (rows(np.ascontiguousarray(a.T))[:, 0] for a in (wdy * xhat, wdy))
-    return {"y": y, "dx": dx, "dgamma": dgamma.astype(gamma.dtype), "dbeta": dbeta.astype(beta.dtype)}
+    return {
+        "y": y,
+        "dx": dx,
+        "dgamma": dgamma.astype(gamma.dtype),
+        "dbeta": dbeta.astype(beta.dtype),
+    }
 
 
 # ---- faults ----

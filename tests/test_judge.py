@@ -252,9 +252,16 @@ def test_the_worst_case_can_be_pasted_into_a_test() -> None:
 
 
 def test_every_pair_of_family_length_dtype_and_layout_is_judged() -> None:
-    report = judge(lambda x, *_: x, dtypes=["float32", "float16"], families=["F01", "F02", "F03", "F38"])
+    report = judge(
+        lambda x, *_: x, dtypes=["float32", "float16"], families=["F01", "F02", "F03", "F38"]
+    )
     problems = [v.problem for v in report.verdicts][:-4]
-    for first, second in (("family", "n"), ("family", "dtype"), ("n", "layout"), ("dtype", "layout")):
+    for first, second in (
+        ("family", "n"),
+        ("family", "dtype"),
+        ("n", "layout"),
+        ("dtype", "layout"),
+    ):
         values = [{getattr(p, name) for p in problems} for name in (first, second)]
         pairs = {(getattr(p, first), getattr(p, second)) for p in problems}
         assert len(pairs) == len(values[0]) * len(values[1]), (first, second)

@@ -138,7 +138,9 @@ def examine(arguments: argparse.Namespace) -> JudgeReport:
                 flush=True,
             )
 
-    options = {n: vars(arguments)[n] for n in ("dtypes", "families", "lengths", "full")}
+    options: dict[str, Any] = {
+        n: vars(arguments)[n] for n in ("dtypes", "families", "lengths", "full")
+    }
     return judge(
         *functions, kind=kind or "layer", parameters=takes, **options, progress=show, **declared
     )

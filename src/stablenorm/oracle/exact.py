@@ -162,6 +162,7 @@ class ExactNorm:
         """
         values = []
         for block in range(1 if self._quantities[name].summed else self.rows):
+            lows: Any
             lows, widths, exponent = enclose_all(self._parts(name, block), self.n)
             try:
                 near = np.ldexp(lows.astype(np.float64), exponent)

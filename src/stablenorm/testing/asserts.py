@@ -235,7 +235,7 @@ def judge_output(name: str, output: Array, exact: Array, limits: Limits) -> Judg
     limit = getattr(limits, name)(shaped, output.dtype).reshape(exact.shape)
     error = np.where(wide == exact, 0.0, wide - exact)
     # An infinity is right if a value within the limit rounds to it; NaN is not.
-    reaches = np.isinf(wide) & (np.abs(exact) + limit >= form.largest) & (wide * exact > 0)
+    reaches = np.isinf(wide) & (exact * np.sign(wide) + limit >= form.largest)
     error = np.where(reaches, 0.0, np.where(np.isnan(wide) & ~np.isnan(exact), np.inf, error))
     return Judged(name, output.dtype, wide, exact, error, limit, 2 * half_ulp(exact, form))
 
@@ -304,11 +304,17 @@ def _accounts(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict
             accounts[name], rows = attribution.account_of_rows(
                 name, error, exact, limits, one.dtype, worst, eps, of_y
             )
-            of_y |= {row.index: row for row in rows if name == "y"}
+            of_y |= {row.place: row for row in rows if name == "y"}
         else:
             is_gamma = name == "dgamma"
             known = attribution.in_sums(list(of_y.values()), limits) * is_gamma
             accounts[name] = attribution.account_of_sums(
-                one.error, one.exact, one.actual, limits, one.dtype, known, limits.before if is_gamma else 1.0
+                one.error,
+                one.exact,
+                one.actual,
+                limits,
+                one.dtype,
+                known,
+                limits.before if is_gamma else 1.0,
             )
     return accounts

@@ -60,7 +60,7 @@ class Row(NamedTuple):
     roundings that every element has of its own.
     """
 
-    index: int
+    place: int
     numbers: dict[str, tuple[float, float]]
     shares: dict[str, float]
     excess: Any = 0.0
@@ -140,7 +140,7 @@ def split_rows(
     if name == "dx":
         # An error of the mean is in the variance, and so in rstd.
         means = {i: {"mean": row.numbers["mean"]} for i, row in of_y.items() if row.sure("mean")}
-        rows = [row._replace(numbers=means.get(row.index, {}) | row.numbers) for row in rows]
+        rows = [row._replace(numbers=means.get(row.place, {}) | row.numbers) for row in rows]
     return _shifted(rows, limits, of_y) if name == "dx" and limits.is_layer else rows
 
 
@@ -153,10 +153,10 @@ def _shifted(rows: list[Row], limits: Limits, of_y: Mapping[int, Row]) -> list[R
     """
     parts = "mean(g)", "mean(g xhat)"
     kept = [row for row in rows if all(part in row.numbers for part in parts)]
-    in_y = all(row.index in of_y and of_y[row.index].sure("mean") for row in kept)
+    in_y = all(row.place in of_y and of_y[row.place].sure("mean") for row in kept)
     if not kept or (len(kept) < 3 and not in_y):
         return rows
-    at = [row.index for row in kept]
+    at = [row.place for row in kept]
     g, *means = limits.terms_of_dx()
     mean_g, slope = (mean[at, 0] for mean in means)
     (c, d), errors = _pairs(kept, parts)
@@ -171,8 +171,8 @@ def _shifted(rows: list[Row], limits: Limits, of_y: Mapping[int, Row]) -> list[R
         shares = {name: share for name, share in row.shares.items() if name not in parts}
         shares["xhat"] = sum(row.shares.get(part, 0.0) for part in parts)
         numbers = row.numbers | {"mean": (-float(a), float(error))}
-        changed[row.index] = row._replace(numbers=numbers, shares=shares)
-    return [changed.get(row.index, row) for row in rows]
+        changed[row.place] = row._replace(numbers=numbers, shares=shares)
+    return [changed.get(row.place, row) for row in rows]
 
 
 def _pairs(rows: list[Row], names: tuple[str, ...]) -> tuple[Array, Array]:
@@ -223,7 +223,7 @@ def cause_of_mean(rows: list[Row], limits: Limits) -> Cause | None:
     rows = [row for row in rows if "mean" in row.numbers]
     if not any(row.sure("mean") for row in rows):
         return None
-    at = [row.index for row in rows]
+    at = [row.place for row in rows]
     r, m = limits.rstd[at, 0], limits.mean[at, 0]
     (numbers,), (errors,) = _pairs(rows, ("mean",))
     scale = 1 + np.array([row.numbers.get("rstd", (0.0,))[0] for row in rows])
@@ -256,7 +256,7 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
     rows = [row for row in rows if "rstd" in row.numbers]
     if not any(row.sure("rstd") for row in rows):
         return None
-    at, n = [row.index for row in rows], limits.n
+    at, n = [row.place for row in rows], limits.n
     r, m = limits.rstd[at, 0], limits.mean[at, 0]
     (off,), (errors,) = _pairs(rows, ("rstd",))
     shifts = np.array([row.numbers.get("mean", (0.0,))[0] for row in rows])
@@ -344,7 +344,7 @@ def account_of_rows(
     """Account for the errors of y or dx, (rows, n); return the split rows too."""
     noise = noise_of(name, exact, limits, dtype)
     rows = split_rows(name, error, noise, limits, worst, of_y)
-    if not rows or rows[0].index != worst:
+    if not rows or rows[0].place != worst:
         short = "rows are too short to split their errors" * (limits.n < LEAST)
         return Account(short or f"row {worst} is not finite", {}, {}), rows
     causes = {
@@ -389,7 +389,7 @@ def cause_of_means(part: str, rows: list[Row], limits: Limits) -> Cause | None:
     rows = [row for row in rows if part in row.numbers]
     if not any(row.sure(part) for row in rows):
         return None
-    at, n = [row.index for row in rows], limits.n
+    at, n = [row.place for row in rows], limits.n
     g, mean_g, slope = limits.terms_of_dx()
     exact = (mean_g if part == "mean(g)" else slope)[at, 0]
     size = np.abs(g if part == "mean(g)" else g * limits.xhat).mean(axis=-1)[at]
@@ -415,8 +415,8 @@ def in_sums(rows: list[Row], limits: Limits) -> Array:
     known = np.zeros(limits.n)
     if len(rows) == limits.rows:
         for row in rows:
-            off = row.sure("mean") + row.sure("rstd") * limits.xhat[row.index]
-            known += limits.dy[row.index] * off
+            off = row.sure("mean") + row.sure("rstd") * limits.xhat[row.place]
+            known += limits.dy[row.place] * off
     return known
 
 
@@ -427,8 +427,8 @@ def cause_of_rest(row: Row, limits: Limits, noise: Array) -> Cause | None:
     if worst <= 2:
         return None
     # Four roundings of x * a + b.
-    allowed = noise[row.index] + 4 * limits.ue * limits.before[row.index] * np.abs(limits.gamma)
-    if (row.excess * noise[row.index] <= allowed).all():
+    allowed = noise[row.place] + 4 * limits.ue * limits.before[row.place] * np.abs(limits.gamma)
+    if (row.excess * noise[row.place] <= allowed).all():
         name = "x is scaled before the mean is subtracted"
         return Cause(name, ADVICE["scaled"], name)
     return Cause(f"up to {digits(worst)} times what roundings explain", "")

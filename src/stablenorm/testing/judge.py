@@ -278,10 +278,10 @@ class _Kernel(NamedTuple):
 
     def case(self, problem: Problem) -> Any:
         """Return the arrays of a problem, None for a parameter that the kernel does not take."""
-        case = problem.case()
+        case: Any = problem.case()
         return case._replace(**{name: None for name in ("gamma", "beta") if name not in self.takes})
 
-    def __call__(self, case: Case, layout: str = "contiguous") -> dict[str, Array]:
+    def __call__(self, case: Any, layout: str = "contiguous") -> dict[str, Array]:
         """Return the outputs by name."""
         x, dy = (self.convert(laid_out(a, layout)) for a in (case.x, case.dy))
         gamma, beta = (None if a is None else self.convert(a.copy()) for a in case[1:3])
@@ -302,18 +302,12 @@ class _Kernel(NamedTuple):
 def laid_out(array: Array, layout: str) -> Array:
     """Return a copy of an array with a layout; NaN lies between its elements."""
     rows, n = array.shape
-    sizes = {
-        "rows apart": (rows, n + 3),
-        "columns apart": (rows, 2 * n),
-        "one element off": (array.size + 1,),
-    }
-    memory = np.full(sizes.get(layout, array.shape), np.nan, array.dtype)
-    views = {
-        "rows apart": lambda: memory[:, :n],
-        "columns apart": lambda: memory[:, ::2],
-        "one element off": lambda: memory[1:].reshape(rows, n),
-    }
-    view = views.get(layout, lambda: memory)()
+    # Three more columns: rows no longer begin at a multiple of 16 bytes.
+    width = n + 3 if layout == "rows apart" else 2 * n if layout == "columns apart" else n
+    begin = int(layout == "one element off")
+    memory = np.full(begin + rows * width, np.nan, array.dtype)
+    step = 2 if layout == "columns apart" else 1
+    view = memory[begin:].reshape(rows, width)[:, : n * step : step]
     view[...] = array
     return view
 

@@ -132,7 +132,7 @@ class Limits:
         arrays = {"x": x, "gamma": gamma, "beta": beta, "dy": dy}
         wide = {name: 0.0 if a is None else a.astype(np.float64) for name, a in arrays.items()}
         self.x = np.reshape(wide["x"], (self.rows, self.n))
-        self.dy = 0.0 if dy is None else np.reshape(wide["dy"], (self.rows, self.n))
+        self.dy: Any = 0.0 if dy is None else np.reshape(wide["dy"], (self.rows, self.n))
         self.gamma, self.beta = 1.0 if gamma is None else wide["gamma"], wide["beta"]
         # s: sums and statistics, e: elements, k: statistics as they are kept.
         sums, elements, kept = map(
@@ -311,7 +311,8 @@ class Limits:
 def half_ulp(values: Array, form: Format) -> Array:
     """Return half an ulp of a format at these values, infinities included."""
     exponents = np.frexp(np.where(np.isfinite(values), values, 1.0))[1] - 1
-    half = np.ldexp(0.5, np.maximum(exponents, form.emin) - form.digits + 1)
+    # float64 has no half of its smallest number.
+    half = np.maximum(np.ldexp(0.5, np.maximum(exponents, form.emin) - form.digits + 1), 2.0**-1074)
     return np.where(np.isfinite(values), half, np.inf)
 
 
