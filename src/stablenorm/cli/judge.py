@@ -141,21 +141,15 @@ def examine(arguments: argparse.Namespace) -> JudgeReport:
     options: dict[str, Any] = {
         n: vars(arguments)[n] for n in ("dtypes", "families", "lengths", "full")
     }
-    return judge(
-        *functions, kind=kind or "layer", parameters=takes, **options, progress=show, **declared
-    )
+    options |= {"kind": kind or "layer", "parameters": takes, "progress": show} | declared
+    forward, backward = (*functions, None)[:2]
+    return judge(forward, backward, **options)
 
 
 def _of_file(file: UserFile, arguments: argparse.Namespace) -> Any:
     """Return the functions of a file, the kind of the norm, and the parameters that it takes."""
     names, asked, class_ = (arguments.forward, arguments.backward), arguments.kind, arguments.class_
-    is_alone = False
-    if not class_:
-        try:
-            file.find(names[1], "backward", asked)
-        except parts.InputError:
-            is_alone = not names[1]
-            let_stand_alone(file, file.find(names[0], "forward", asked)[0])
+    is_alone = not class_ and bool(let_stand_alone(file, names, asked)[0])
 
     @functools.cache
     def norm(n: int) -> Norm:

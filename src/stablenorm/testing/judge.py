@@ -225,6 +225,8 @@ def judge(
     arithmetic = Arithmetic(**declared)
     families = families or [name for name, family in FAMILIES.items() if family.finite]
     problems = list(_problems(dtypes, families, lengths, full))
+    if backward is None:
+        problems = [problem for problem in problems if problem.family != "many rows"]
     verdicts = []
     for done, problem in enumerate(problems):
         verdicts.append(_judge(run, problem, kind, arithmetic))
@@ -398,6 +400,7 @@ def _pasted(run: _Kernel, worst: Verdict, kind: str, declared: dict[str, Any]) -
     made = f'"{problem.family}", "{problem.dtype}", {problem.n}, {problem.rows}'
     lines = [
         f"x, gamma, beta, eps, dy = make_case({made})",
+        *(f"{name} = None" for name in ("gamma", "beta") if name not in run.takes),
         f"{'y, cache' if gradients else 'y'} = forward(x, gamma, beta, eps)",
         *["dx, dgamma, dbeta = backward(dy, cache)"] * bool(gradients),
         f"assert_{kind}_norm(y, x, gamma, beta, eps{given}{options})",
