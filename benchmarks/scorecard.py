@@ -76,6 +76,8 @@ def figure(ulp: float, share: float | None) -> str:
     ulps = f"{ulp:.2g}" if np.isfinite(ulp) else "not finite"
     if share is None:
         return f"{ulps}, beyond"
+    if not np.isfinite(share):
+        return "**not finite**"
     part = f"{100 * share:.0f} %" if share <= 10 else f"{share:.2g} times"
     return f"{ulps}, {part}" if share <= 1 else f"**{ulps}, {part}**"
 

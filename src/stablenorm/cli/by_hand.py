@@ -24,12 +24,12 @@ def lines_by_hand(norm: Norm, kind: str) -> list[str]:
     given = gamma[0] if "gamma" in norm.takes else None
     scale = _GAMMA if given is not None else (1, 1, 1, 1)
     mean = Fraction(sum(row), 4) if kind == "layer" else Fraction(0)
-    var = sum((v - mean) ** 2 for v in row) / Fraction(4)
+    var = sum(((v - mean) ** 2 for v in row), Fraction(0)) / 4
     rstd = Fraction(1, math.isqrt(int(var) + eps))
     xhat = [(v - mean) * rstd for v in row]
     g = [Fraction(a * b) for a, b in zip(scale, _DY, strict=True)]
-    of_g = sum(g) / 4 if kind == "layer" else Fraction(0)
-    slope = sum(a * b for a, b in zip(g, xhat, strict=True)) / 4
+    of_g = sum(g, Fraction(0)) / 4 if kind == "layer" else Fraction(0)
+    slope = sum((a * b for a, b in zip(g, xhat, strict=True)), Fraction(0)) / 4
     terms = {
         "rstd g": [rstd * a for a in g],
         "rstd mean(g)": [rstd * of_g] * 4,
@@ -43,8 +43,10 @@ def lines_by_hand(norm: Norm, kind: str) -> list[str]:
         return []
     theirs = [_fraction(v) for v in np.asarray(norm.backward(dy, cache)[0])[0].tolist()]
     apart = [a - b for a, b in zip(theirs, right, strict=True)]
-    known = ((sign, n) for n, v in terms.items() for sign in (1, -1) if apart == [sign * a for a in v])
-    said = [f"too {'large' if sign > 0 else 'small'} by {name}" for sign, name in known]
+    known = (
+        (sign, n) for n, v in terms.items() for sign in (1, -1) if apart == [sign * a for a in v]
+    )
+    said = [f", too {'large' if sign > 0 else 'small'} by {name}" for sign, name in known]
     statistics = f"mean {mean}, var {var}, " if kind == "layer" else f"mean square {var}, "
     return [
         "",
@@ -52,7 +54,7 @@ def lines_by_hand(norm: Norm, kind: str) -> list[str]:
         f"    {statistics}rstd {rstd}, xhat = {_vector(xhat)}, g = {_vector(g)}",
         *(f"    {name} = {_vector(values)}" for name, values in terms.items() if any(values)),
         f"    right dx = {_vector(right)}",
-        f"    yours    = {_vector(theirs)}" + f", {said[0]}" * bool(said),
+        f"    yours    = {_vector(theirs)}" + "".join(said[:1]),
     ]
 
 
@@ -60,7 +62,9 @@ def _fraction(value: float) -> Fraction:
     """Return the fraction of few digits that a float stands for, or the float."""
     exact = Fraction(value) if math.isfinite(value) else Fraction(0)
     near = exact.limit_denominator(10_000)
-    return near if abs(near - exact) <= 1e-6 * max(1, abs(exact)) else exact.limit_denominator(10**6)
+    # Code in float32 is off by less than 1e-6.
+    allowed = Fraction(1, 10**6) * max(Fraction(1), abs(exact))
+    return near if abs(near - exact) <= allowed else exact.limit_denominator(10**6)
 
 
 def _vector(values: Sequence[Any]) -> str:

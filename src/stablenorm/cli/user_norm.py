@@ -453,9 +453,7 @@ def _stored_gradients(
     return found
 
 
-def _maker(
-    file: UserFile, class_: Any, init: str | None
-) -> tuple[Callable[[Shape], Any], str]:
+def _maker(file: UserFile, class_: Any, init: str | None) -> tuple[Callable[[Shape], Any], str]:
     """Return the function that makes an instance for these lengths, and words if it had to guess."""
     if init:
         names = file.names | {"np": np}

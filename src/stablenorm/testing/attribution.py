@@ -278,7 +278,10 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
         return Cause(said, ADVICE["sum"])
     # What the rounding of x**2 and mean**2 may take from the variance, relative to var + eps.
     lost = (limits.additions(n) + 4) * limits.u * (var + 2 * m**2) * r**2
-    if limits.is_layer and (lost > 1e-3).any() and (np.abs((1 + off) ** -2 - 1) <= 2 * lost).all():
+    # One rounding of mean**2 alone loses this much, but for luck.
+    least = limits.u * (m * r) ** 2 / 32
+    is_lost = (lost > 1e-3) & (np.abs(off) > least)
+    if limits.is_layer and is_lost.any() and (np.abs((1 + off) ** -2 - 1) <= 2 * lost).all():
         name = "the variance is E[x**2] - mean**2"
         return Cause(f"{said}: {name}", ADVICE["one-pass"], name)
     return Cause(said, "")
