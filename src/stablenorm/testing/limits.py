@@ -29,7 +29,7 @@ class Arithmetic:
     """
     How a kernel computes, as its author declares it.
 
-    Parameters
+    Attributes
     ----------
     statistics : dtype, optional
         The dtype in which mean and rstd are kept. Sums have it too, but no less than float32.
