@@ -322,11 +322,13 @@ struct Back {
 };
 
 // Sums over rows, vectors `apart` float64 apart: dgamma, its low part, dbeta, its low part and,
-// with `sizes`, the sums of |dy| (|xhat| + w) and |dy|. Null if they are not wanted.
+// with `sizes`, the sums of |dy| (|xhat| + w) and |dy|. Null if they are not wanted. `held` counts
+// the rows since they were settled.
 struct Columns {
     double* at;
     Index apart;
     bool sizes;
+    Index held = 0;
 };
 
 INLINE Pairs g_of(N d, Index j, const Parameters& parameters) {

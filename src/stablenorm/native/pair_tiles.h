@@ -168,14 +168,7 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, Bac
 }
 
 template <bool LAYER, bool STAGED>
-void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
-    Index p = c.padded_n();
-    Index held = 0;
-    Columns over = {sums, p, c.nearest};
-    if (over.at) {
-        memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double));
-        range[0] = range[1] = 0;
-    }
+void backward(const Call& c, const Own& own, Tile tile, Columns& over, double* range) {
     pairs::Sums along = {};
     Back rows[GROUP] = {};
     for (Index top = tile.first; top < tile.stop; top += c.step) {
@@ -186,15 +179,16 @@ void backward(const Call& c, const Own& own, Tile tile, double* sums, double* ra
             if (!begin_row<LAYER>(c, own, i, count, range, of)) continue;
             auto pull_row =
                 LAYER && of.m.high != 0 ? pull<LAYER, LAYER, STAGED> : pull<LAYER, false, STAGED>;
-            pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
+            double* h = own.xhat + 2 * count * c.padded_n();
+            pull_row(of, c.n, parameters_of(c), along, count, h, over);
             at[count++] = i;
         }
         finish_means(along, c.n, rows, count);
         for (int r = 0; r < count && c.y.data; r++)
-            write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
-        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) {
+            write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * c.padded_n());
+        if (over.at && (over.held += count) > PART - c.step) {
             settle_columns(over, c.n);
-            held = 0;
+            over.held = 0;
         }
     }
 }

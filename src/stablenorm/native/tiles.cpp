@@ -28,9 +28,8 @@ template <class Redo> void do_again(const Call& c, Tile tile, Redo redo) {
     }
 }
 
-template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index number, int thread) {
-    Own own = own_of(c, thread);
-    Tile tile = tile_of(c, number);
+template <class T, bool LAYER, bool NEAREST>
+void forward(const Call& c, const Own& own, Tile tile) {
     Parameters parameters = {c.wide_gamma, c.wide_beta, c.sizes};
     double chain = chain_of(c.n, L, RUN);
     measure_tile<LAYER, T, Stats>(
@@ -100,7 +99,8 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
 template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile row, double* sums) {
     constexpr int P = pairs::P;
     Index p = c.padded_n();
-    pairs::backward<LAYER, true>(c, own, row, nullptr, nullptr);
+    pairs::Columns none = {nullptr, p, false};
+    pairs::backward<LAYER, true>(c, own, row, none, nullptr);
     if (c.marks[row.first] & UNSUMMED) return;
     const double* dy = row_as<double>(c, c.dy, row.first, own.dy[0]);
     auto add = [&](Lanes<P> part, double* to) {
@@ -219,21 +219,24 @@ void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, E
     backward_groups<1, M, T>(c, own, part, top, sums, worst);
 }
 
-template <class M, class T> void backward(const Call& c, Index number, int thread) {
+template <class M, class T> void backward(const Call& c, const Own& own, Index number) {
     constexpr Index most = PART_OF<M::NEAREST>;
-    Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
     Index p = c.padded_n();
     Errors worst = {0, 0};
+    auto do_rows = [&](Tile part, const Sums& sums) {
+        each_strip(c, own, part, [&](const Call& plain, Tile strip) {
+            backward_rows<M, T>(plain, own, strip, sums, worst);
+        });
+    };
+    double* sums = c.sums + c.sums_per_tile() * number;
     if (!c.summing()) {
         // Unwanted sums go to scratch memory: a loop without them would save too little for a
         // second version.
-        backward_rows<M, T>(
-            c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
+        do_rows(tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p});
     } else {
         // The first part sums into the tile's own vectors; the sums of others are added with
         // compensation.
-        double* sums = c.sums + c.sums_per_tile() * number;
         double* of_dbeta = sums + c.words() * p;
         Sums part = {sums, of_dbeta, sums + 4 * p, sums + 5 * p};
         for (double* high : {sums, of_dbeta})
@@ -244,7 +247,7 @@ template <class M, class T> void backward(const Call& c, Index number, int threa
                 part.dbeta = own.part + p;
                 memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
             }
-            backward_rows<M, T>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
+            do_rows({top, at_most(top + most, tile.stop)}, part);
             if (top == tile.first) continue;
             merge_columns(part.dgamma, sums, sums + p, c.n);
             merge_columns(part.dbeta, of_dbeta, of_dbeta + p, c.n);
@@ -254,49 +257,71 @@ template <class M, class T> void backward(const Call& c, Index number, int threa
     }
     if (M::NEAREST)
         do_again(c, tile, [&](const Call& alone, Tile rows, bool unsummed) {
-            if (unsummed && c.summing())
-                add_row_in_pairs<M::LAYER>(alone, own, rows, c.sums + c.sums_per_tile() * number);
-            else
-                pairs::backward<M::LAYER, true>(alone, own, rows, nullptr, nullptr);
+            each_strip(alone, own, rows, [&](const Call& plain, Tile strip) {
+                pairs::Columns none = {nullptr, p, false};
+                if (unsummed && c.summing())
+                    add_row_in_pairs<M::LAYER>(plain, own, strip, sums);
+                else
+                    pairs::backward<M::LAYER, true>(plain, own, strip, none, nullptr);
+            });
         });
 }
 
 // ---- one instruction set ----
 
-void do_in_pairs(const Call& c, Index number, int thread) {
-    Own own = own_of(c, thread);
-    double* sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr;
-    double* range = sums ? c.ranges + 2 * number : nullptr;
+void forward_in_pairs(const Call& c, const Own& own, Tile tile) {
+    (c.rms ? pairs::forward<false> : pairs::forward<true>)(c, own, tile);
+}
+
+void backward_in_pairs(const Call& c, const Own& own, Index number) {
+    pairs::Columns over = {nullptr, c.padded_n(), c.nearest};
+    double* range = nullptr;
+    if (c.summing()) {
+        over.at = c.sums + c.sums_per_tile() * number;
+        range = c.ranges + 2 * number;
+        memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double));
+        range[0] = range[1] = 0;
+    }
     bool staged = c.staged;
     auto back = c.rms    ? staged ? pairs::backward<false, true> : pairs::backward<false, false>
                 : staged ? pairs::backward<true, true>
                          : pairs::backward<true, false>;
-    if (c.backward)
-        back(c, own, tile_of(c, number), sums, range);
-    else
-        (c.rms ? pairs::forward<false> : pairs::forward<true>)(c, own, tile_of(c, number));
+    each_strip(c, own, tile_of(c, number),
+        [&](const Call& plain, Tile strip) { back(plain, own, strip, over, range); });
+    if (over.held) pairs::settle_columns(over, c.n);
 }
 
-template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int thread) {
-    auto back =
-        c.nearest ? backward<Mode<LAYER, LAYER, true>, T> : backward<Mode<LAYER, LAYER, false>, T>;
+template <class T, bool LAYER>
+void backward_in_float64(const Call& c, const Own& own, Index number) {
     // Rows of a tile are usually alike: let the first decide.
     Index first = tile_of(c, number).first;
-    if (LAYER && c.backward && c.nearest && !is_far(std::fabs(c.mean[first]) * c.rstd[first]))
-        back = backward<Mode<LAYER, false, true>, T>;
-    auto forth = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;
-    (c.backward ? back : forth)(c, number, thread);
+    if (!c.nearest)
+        backward<Mode<LAYER, LAYER, false>, T>(c, own, number);
+    else if (LAYER && !is_far(std::fabs(c.mean[first]) * c.rstd[first]))
+        backward<Mode<LAYER, false, true>, T>(c, own, number);
+    else
+        backward<Mode<LAYER, LAYER, true>, T>(c, own, number);
 }
 
-void do_tile(const Call& c, Index tile, int thread) {
-    if (c.in_pairs)
-        do_in_pairs(c, tile, thread);
+void do_tile(const Call& c, Index number, int thread) {
+    Own own = own_of(c, thread);
+    auto forth = forward_in_pairs;
+    auto back = backward_in_pairs;
+    of_type(c.x.type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        if constexpr (sizeof(T) < 8) {
+            if (c.in_pairs) return;
+            back = c.rms ? backward_in_float64<T, false> : backward_in_float64<T, true>;
+            forth = c.rms       ? c.nearest ? forward<T, false, true> : forward<T, false, false>
+                    : c.nearest ? forward<T, true, true>
+                                : forward<T, true, false>;
+        }
+    });
+    if (c.backward)
+        back(c, own, number);
     else
-        of_type(c.x.type, [&](auto* kind) {
-            using T = std::remove_pointer_t<decltype(kind)>;
-            if constexpr (sizeof(T) < 8)
-                (c.rms ? do_narrow<T, false> : do_narrow<T, true>)(c, tile, thread);
-        });
+        each_strip(c, own, tile_of(c, number),
+            [&](const Call& plain, Tile strip) { forth(plain, own, strip); });
     if (c.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 

@@ -1,6 +1,7 @@
 // Loops over the rows of a tile: what float64 and pairs share.
 #pragma once
 #include "columns.h"
+#include "strips.h"
 
 namespace {
 
@@ -15,9 +16,6 @@ Own own_of(const Call& c, int thread) {
     return Own(c, arena);
 }
 
-struct Tile {
-    Index first, stop;
-};
 Tile tile_of(const Call& c, Index number) {
     Index first = number * c.tile_rows;
     Index stop = first + c.tile_rows;
@@ -25,7 +23,7 @@ Tile tile_of(const Call& c, Index number) {
 }
 
 // Row i of x, where it lies or lifted to `room`, after adding the residual.
-template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
+template <class T> INLINE const T* x_row(const Call& c, Index i, double* room) {
     if (c.source.data) add_residual(c, i);
     return row_as<T>(c, c.x, i, room);
 }
@@ -39,7 +37,7 @@ INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) 
     auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
     auto measure_from = [&](Index top, int which) {
         for (int r = 0; r < count_from(top); r++)
-            x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.padded_n());
+            x[which][r] = x_row<T>(c, top + r, own.x[which] + r * c.padded_n());
         statistics<LAYER>(x[which], c, count_from(top), stats[which]);
     };
     bool early = c.n <= EARLY;
