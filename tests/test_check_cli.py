@@ -314,6 +314,35 @@ UNSEEN = layer("returned").replace("np.ones(n)", "[1.0] * n").replace("np.zeros(
 MY_RMS = RMS_FUNCTIONS.replace("rms_norm", "my").replace("rmsnorm", "my")
 MINE = "--forward my_forward --backward my_backward"
 PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
+# Parameters in the module: the backward sees them, or not.
+MODULE = (
+    """
+P = {}
+def layer_norm_forward(x, eps=1e-5):
+    n = x.shape[-1]
+    return norm(x, *P.setdefault(n, (np.ones(n), np.zeros(n))), eps)
+"""
+    + PULL
+)
+IN_A_DICT = (
+    """
+def layer_norm_forward(x, params, eps=1e-5):
+    return norm(x, params["gamma"], params["beta"], eps)
+"""
+    + PULL
+)
+EXCHANGED = layer("returned").replace(
+    "self.gamma * self.held[0] + self.beta", "self.beta * self.held[0] + self.gamma"
+)
+STEPS = "self.gamma -= {0} * dgamma; self.beta -= {0} * dbeta"
+
+
+def applied(rate):
+    style = {"store": STEPS.format(rate), "first": "self.step = 1", "takes": "dy, learning_rate"}
+    return CORE + CLASS.replace("FACTOR", "1").format(**WORDS | style)
+
+
+NO_GAMMA = CORE.replace("g = dy * gamma", "g = dy")
 # The file, options, the status, words of the output or, with status 2, of the error line.
 SAID = [
     # The report says its assumptions.
@@ -334,6 +363,22 @@ SAID = [
     (UNSEEN.replace("[0.0] * n", "np.zeros(n)"), "", 3, "PASS for dx, dbeta alone no gamma was found in LayerNorm"),
     (UNSEEN, "--only x", 0, "PASS"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
+    # Parameters of the module, or in a dict; a forward that exchanges them.
+    (CORE + MODULE, "", 0, "gamma is P.8.0; beta is P.8.1"),
+    (NO_GAMMA + MODULE, "", 1, "gamma is missing from dx"),
+    (CORE + IN_A_DICT, "", 0, "PASS"),
+    (NO_GAMMA + IN_A_DICT, "", 1, "gamma is missing from dx"),
+    (EXCHANGED, "", 1, "gamma and beta are exchanged in the forward"),
+    # Gradients that are only applied: by the rate that is given, by another, by the square of the gradient.
+    (applied("learning_rate"), "", 0, "PASS"),
+    (applied("learning_rate / 6"), "", 1, "dgamma and dbeta are off by a factor of"),
+    (applied("0.01"), "", 3, "PASS for dx alone dgamma and dbeta were not judged: the backward changes it by a step"),
+    (applied("learning_rate * dgamma"), "", 3, "a step that is not rate * gradient"),
+    # Code for two axes alone; a gradient summed in float16.
+    (STYLES["CS231n: rows only, ln_param"].replace("(dy * xhat).sum(lead)", "(dy * xhat).sum(-1)"), "", 1,
+     "dgamma: the gradient must have shape 8, got 6"),
+    (layer("returned", factor="np.float16(1)").replace("np.float16(1) * dgamma", "dgamma.astype(np.float16)"), "", 1,
+     "not read back: it is of float16, x of float64"),
     # RMS norms, by their name or by --kind; an offset of gamma.
     *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
     *((WRONG_RMS + form, "--shape 2 4", 1, "the mean of g is subtracted in dx") for form in (RMS_FUNCTIONS, RMS_CLASS)),

@@ -255,7 +255,13 @@ def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> It
     tails = ordinary(like, rng, _shape_of(like, 19, 33))
     # One outlier, whose xhat is nearly as large as it can be, sqrt(33).
     tails.x.reshape(-1, 33)[0, -1] += 32.0
-    yield tails._replace(name="19 rows of 33" if like.x.ndim > 1 else "a row of 33")
+    # A dy of another size, for code that clips it.
+    name = "19 rows of 33" if like.x.ndim > 1 else "a row of 33"
+    yield tails._replace(name=name, dy=64 * tails.dy)
+    # Axes that are taken for one another.
+    square = (like.n,) * like.x.ndim
+    if like.x.ndim > 1 and math.prod(square) <= _ELEMENTS:
+        yield ordinary(like, rng, square)._replace(name="all axes of one length")
     # Few enough bits to be shifted and scaled exactly in all four dtypes.
     drawn = np.round(np.clip(rng.standard_normal(base.x.shape), -3, 3) * 8) / 8
     x, eps = drawn.astype(base.x.dtype), base.eps
@@ -270,8 +276,10 @@ def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> It
         for name, rows in (("the last row alone", slice(-1, None)), ("the first rows alone", half)):
             shape = _shape_of(base, *x[rows].shape)
             yield base._replace(name=name, x=x[rows].reshape(shape), dy=dy[rows].reshape(shape))
+    if base.x.ndim > 1:
+        more, dmore = (a[:, None] for a in (base.x, base.dy))
+        yield base._replace(name="one more leading axis", x=more, dy=dmore)
     if base.x.ndim == 2:
-        yield base._replace(name="one more leading axis", x=x[:, None], dy=dy[:, None])
         yield base._replace(name="no leading axis", x=x[0], dy=dy[0])
 
 

@@ -204,9 +204,7 @@ def _changes(name: str, of: Expected) -> Iterator[Change]:
     yield _NONE
 
 
-def _changed(
-    of: Expected, problem: tuple[float, Shape], norm: Any, less: int, root: str
-) -> Change:
+def _changed(of: Expected, problem: tuple[float, Shape], norm: Any, less: int, root: str) -> Change:
     """Return the rstd and xhat of one way to write a forward; the text is the formula of rstd."""
     (eps, axes), (is_var, is_centered, words) = problem, norm
     x = of.case.x.astype(np.float64)

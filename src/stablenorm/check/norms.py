@@ -289,6 +289,7 @@ def _look(
         return {}, found, causes or (f"this is not the {kind} normalization asked for: {said}",)
     if eps != given:
         message = f"the eps given, {given:g}, is not used: it is {eps:g} inside"
+        message += ", and constant rows are NaN" * (eps == 0)
         findings.append(Finding("the forward", "it uses eps", "NOTE", message))
     findings.append(Finding("closed form", "y = gamma xhat + beta", "PASS"))
     for name, both in judged.items():

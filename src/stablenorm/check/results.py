@@ -279,7 +279,8 @@ class GradientReport:
             # Below a second, the time interests nobody, and equal checks give equal texts.
             lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
         # Formulas, causes and tracebacks keep their lines.
-        kept = ("  your ", "  right ", "  cause ", "  Trace", "   ")
+        trace = filter(str.strip, self.traceback.splitlines())
+        kept = tuple(f"  {first}" for first in ("your ", "right ", "cause ", *trace))
         indented = [self.headline, *("  " + line for line in lines)]
         parts = ([line] if line.startswith(kept) else wrapped(line) or [""] for line in indented)
         return "\n".join(part for lines in parts for part in lines)
