@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stablenorm.check import check_gradients
+from stablenorm.check import check_gradients, check_layer_norm
 from stablenorm.cli import main
 
 SOFTMAX = """
@@ -131,3 +131,24 @@ def test_noise_that_is_known_is_no_fault() -> None:
     # A fault above the noise is still found.
     off = lambda dy, x: tuple(1.001 * g for g in backward(dy, x))
     assert not check_gradients(forward, off, [x], rng=0, noise=1e-6).passed
+
+
+def test_the_errors_of_each_gradient_are_an_array() -> None:
+    x = np.linspace(-1, 2, 8).reshape(2, 4)
+    off = np.zeros_like(x)
+    off[1, 2] = 0.25
+    report = check_gradients(
+        lambda x: (np.sin(x), x), lambda dy, x: (dy * np.cos(x) + off,), [x], rng=0
+    )
+    np.testing.assert_allclose(report.errors["args[0]"], off, atol=1e-9)
+    assert "errors" not in report.as_dict()["arguments"][0]
+    rng = np.random.default_rng(0)
+    names: dict[str, Any] = {}
+    exec(MISSING, names)  # noqa: S102
+    report = check_layer_norm(
+        names["layer_norm_forward"], names["layer_norm_backward"], rng.standard_normal((3, 5))
+    )
+    # mean(g) is missing: the error is the same in a row.
+    errors = report.errors["x"]
+    assert errors.shape == (3, 5)
+    assert np.ptp(errors, axis=1).max() < 1e-12 < np.abs(errors).max()
