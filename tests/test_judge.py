@@ -218,6 +218,14 @@ def test_the_oracle_gives_floats_within_an_ulp() -> None:
             np.testing.assert_array_max_ulp(near, rounded, 1)
 
 
+def test_no_rows_and_short_rows_are_judged() -> None:
+    for shape in ((0, 4), (3, 1), (5,), (2, 3, 7)):
+        x = np.linspace(1, 2, int(np.prod(shape)), dtype=F32).reshape(shape)
+        report = explain(plain_forward(x)[0], x)
+        assert report.passed, report
+        assert str(report)
+
+
 # ---- judge ----
 
 
@@ -255,7 +263,7 @@ def test_every_pair_of_family_length_dtype_and_layout_is_judged() -> None:
     report = judge(
         lambda x, *_: x, dtypes=["float32", "float16"], families=["F01", "F02", "F03", "F38"]
     )
-    problems = [v.problem for v in report.verdicts][:-4]
+    problems = [v.problem for v in report.verdicts][:-2]
     for first, second in (
         ("family", "n"),
         ("family", "dtype"),

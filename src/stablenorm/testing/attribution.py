@@ -336,7 +336,7 @@ class Account(NamedTuple):
                 name = "the rest" if part == "rest" and cause.words else NAMES.get(part, part)
                 words.append(f"{much} is {name}" + f", {cause.words}" * bool(cause.words))
                 advice += [cause.advice] * bool(cause.advice and cause.advice not in advice)
-        said = "; ".join(words) + "." * bool(words)
+        said = "; ".join(words) + "." if words else "nothing is lost." * bool(self.shares)
         return " ".join(filter(None, [self.where, said, *advice, self.hidden]))
 
 

@@ -85,8 +85,9 @@ class Statistics(NamedTuple):
     def of(cls, exact: ExactNorm) -> "Statistics":
         """Return those of an exact norm."""
         rows = range(exact.rows)
-        mean, rstd = np.array([[(float(exact.mean(i)), exact.rstd(i))] for i in rows]).T
-        return cls(mean.T, rstd.T, exact.floats("xhat").reshape(exact.rows, exact.n))
+        mean = np.array([float(exact.mean(i)) for i in rows])[:, None]
+        rstd = np.array([exact.rstd(i) for i in rows])[:, None]
+        return cls(mean, rstd, exact.floats("xhat").reshape(exact.rows, exact.n))
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,14 @@ class Limits:
             (_wider(arithmetic.statistics, FLOAT32.dtype), arithmetic.elementwise, arithmetic.statistics),
         )  # fmt: skip
         self.s, self.e, self.u, self.ue = sums, elements, 0.5**sums.digits, 0.5**elements.digits
+        # The largest errors of an underflow: GPUs flush subnormals to zero.
+        self.tiny_s, self.tiny_e = 2.0**sums.emin, 2.0**elements.emin
+        # Statistics are rounded once more where they are kept, and where elements use them.
         self.kept = 0.5**kept.digits * (kept.digits < sums.digits)
-        self.narrowed = self.ue * (elements.digits < sums.digits)
-        # Arguments that are wider than the arithmetic are rounded to it.
-        self.rounded = {
-            name: self.ue * (a is not None and format_of(a.dtype).digits > elements.digits)
-            for name, a in arrays.items()
-        }
+        self.kept += self.ue * (elements.digits < sums.digits)
+        # Arguments that are wider than the arithmetic are rounded to it: one rounding more of each.
+        widest = max(format_of(a.dtype).digits for a in arrays.values() if a is not None)
+        self.extra = self.ue * (widest > elements.digits)
         # Each element of four outputs has a bound, and so have its statistics; errors have two signs.
         count = 2 * 4 * 2 * self.x.size / FAILURE
         self.factor = (
@@ -162,17 +164,20 @@ class Limits:
 
     def chain(self, terms: Array, axis: int = -1) -> Bound:
         """Bound the roundings of the sum of terms along an axis, given their magnitudes."""
-        keep, h = axis == -1, self.additions(terms.shape[axis])
+        h = self.additions(terms.shape[axis])
         size = terms.sum(axis=axis, keepdims=True)
         worst = h * self.u * size
-        # Terms below four ulp of the sum are rounded one way, and lose at most themselves.
-        small = np.where(terms < 8 * self.u * size, terms, 0)
-        lost = np.minimum(small, self.u * size).sum(axis=axis, keepdims=True)
-        lost += h * self.u * small.sum(axis=axis, keepdims=True)
-        root = math.sqrt(h) * self.u * size
-        is_random = (self.factor * root + lost < worst) & ~are_alike(terms, 4 * self.u * size, axis)
-        parts = np.where(is_random, root, 0), np.where(is_random, lost, worst)
-        return Bound(*(part if keep else part.squeeze(axis) for part in parts))
+        random = 0 * size
+        if h:
+            # Terms below four ulp of the sum are rounded one way, and lose at most themselves.
+            small = np.where(terms < 8 * self.u * size, terms, 0)
+            lost = (np.minimum(small, self.u * size) + h * self.u * small).sum(axis, keepdims=True)
+            root = math.sqrt(h) * self.u * size
+            is_random = self.factor * root + lost < worst
+            is_random &= ~are_alike(terms, 4 * self.u * size, axis)
+            random, worst = np.where(is_random, root, 0), np.where(is_random, lost, worst)
+        # A sum along the row is a column of its row.
+        return Bound(random, worst) if axis == -1 else Bound(random[0], worst[0])
 
     def total(self, bound: Bound) -> Any:
         """Return the limit that a bound stands for."""
@@ -189,16 +194,14 @@ class Limits:
         sizes = np.abs(r * self.x)
         size = sizes.mean(axis=-1, keepdims=True)
         from_x = self.u * (self.form.digits > self.s.digits)
-        rest = (
-            (2 * u + self.kept + self.narrowed) * abs(m * r) + from_x * size + self.tiny(self.s) * r
-        )
+        rest = (2 * u + self.kept) * abs(m * r) + from_x * size + self.tiny_s * r
         self.shift = (self.chain(sizes / n) + Bound(0.0, rest)) * float(self.is_layer)
         shift = self.total(self.shift)
         # The relative error of var + eps: two for centered, one for its square, two for the division by
         # n; the sum with eps; eps itself.
         q = (xhat**2).mean(axis=-1, keepdims=True)
         terms = 5 * u * q + 2 * from_x * np.abs(xhat * sizes).mean(axis=-1, keepdims=True)
-        others = terms + u + u * np.maximum(1 - q, 0) + 2 * self.tiny(self.s) * r**2
+        others = terms + u + u * np.maximum(1 - q, 0) + 2 * self.tiny_s * r**2
         of_var = self.chain(xhat**2 / n) + Bound(0.0, others)
         loss = np.minimum(self.total(of_var), 1)
         # An error of the mean adds its square to the variance.
@@ -206,7 +209,7 @@ class Limits:
         own = of_var * (0.5 * (1 - loss) ** -1.5) + Bound(0.0, _ROOT * u)
         # The relative error of rstd without that of the mean, as `attribution` compares it.
         self.own_scale = self.total(own)
-        self.scale = own + Bound(0.0, drift + self.kept + self.narrowed)
+        self.scale = own + Bound(0.0, drift + self.kept)
         # Sums of x, sums of squares and rstd have to be numbers.
         fits = (n * size <= self.s.largest * r) & (n * q <= self.s.largest * r**2)
         self.scale += Bound(0.0, np.where(fits & (r <= self.s.largest) & (loss < 1), 0, np.inf))
@@ -215,24 +218,19 @@ class Limits:
         self.before = sizes + abs(m * r)
         self.spread = np.abs(xhat) + shift if self.declared.centered else self.before
         roundings = (2 if self.declared.centered else 4) * self.ue * self.spread
-        self.local = roundings + self.rounded["x"] * sizes + self.tiny(self.e) * (r + 1)
+        self.local = roundings + self.extra * sizes + self.tiny_e * (r + 1)
         self.local += np.where(self.spread <= self.e.largest, 0, np.inf)
-
-    @staticmethod
-    def tiny(form: Format) -> float:
-        """Return the largest error of an underflow: GPUs flush subnormals to zero."""
-        return 2.0**form.emin
 
     def elements_of_y(self, dtype: Any) -> Array:
         """Return the errors of y that its elements do not share, but for the last rounding."""
         scaled = np.abs(self.gamma * self.xhat)
         # Two roundings, of the product and of the sum with beta.
-        own = (2 * self.ue + self.rounded["gamma"]) * scaled + 2 * self.ue * np.abs(self.beta)
+        own = (2 * self.ue + self.extra) * scaled + 2 * self.ue * np.abs(self.beta)
         if self.declared.cast == "xhat":
             # xhat is rounded to the dtype of x, its product with gamma to that of y.
             own += np.abs(self.gamma) * half_ulp(self.xhat, self.form)
             own += half_ulp(scaled, format_of(dtype))
-        return np.asarray(own + np.abs(self.gamma) * self.local * self.lift + 2 * self.tiny(self.e))
+        return np.asarray(own + np.abs(self.gamma) * self.local * self.lift + 2 * self.tiny_e)
 
     def y(self, exact: Array, dtype: Any) -> Array:
         """Return the limits of y, whose exact values are given, in this dtype."""
@@ -250,10 +248,10 @@ class Limits:
     def elements_of_dx(self) -> Array:
         """Return the errors of dx / rstd that its elements do not share."""
         g, mean_g, slope = self.terms_of_dx()
-        own = (self.ue + self.rounded["gamma"] + self.rounded["dy"]) * np.abs(g)
+        own = (self.ue + 2 * self.extra) * np.abs(g)
         # Four roundings of each term cover all forms in use, six that with rstd**3.
         own += self.ue * (4 * (np.abs(g) + abs(mean_g)) + 6 * np.abs(self.xhat * slope))
-        return np.asarray(own + self.local * abs(slope) + self.tiny(self.e))
+        return np.asarray(own + self.local * abs(slope) + self.tiny_e)
 
     def dx(self, exact: Array, dtype: Any) -> Array:
         """Return the limits of dx."""
@@ -262,8 +260,8 @@ class Limits:
         sizes, shift = np.abs(g), self.total(self.shift)
         products = sizes * self.spread
         # The product gamma dy, and arguments that are rounded.
-        of_g = self.ue + self.rounded["gamma"] + self.rounded["dy"]
-        tiny = self.tiny(self.e) + self.tiny(self.s)
+        of_g = self.ue + 2 * self.extra
+        tiny = self.tiny_e + self.tiny_s
         own = of_g * sizes.mean(axis=-1, keepdims=True) + 2 * self.u * abs(mean_g) + tiny
         of_mean = (self.chain(sizes / n) + Bound(0.0, own)) * float(self.is_layer)
         own = ((of_g + self.ue) * products + sizes * self.local).mean(axis=-1, keepdims=True)
@@ -284,7 +282,7 @@ class Limits:
         error = (self.shift + Bound(0.0, self.local)) * self.lift + self.scale * self.xhat
         products = (sizes * self.spread).sum(axis=0)
         # The product with dy, and what is rounded before.
-        own = (self.ue + self.rounded["dy"]) * products + 2 * self.tiny(self.e) * self.rows
+        own = (self.ue + self.extra) * products + 2 * self.tiny_e * self.rows
         bound = (error * sizes).over_rows() + Bound(0.0, own)
         bound += self.chain(sizes * self.spread, 0)
         return self.finish(bound, exact, dtype, self.rows, products)
@@ -293,7 +291,7 @@ class Limits:
         """Return the limits of dbeta."""
         sizes = np.abs(self.dy)
         size = sizes.sum(axis=0)
-        own = Bound(0.0, self.rounded["dy"] * size + self.tiny(self.s))
+        own = Bound(0.0, self.extra * size + self.tiny_s)
         bound = self.chain(sizes, 0) + own
         return self.finish(bound, exact, dtype, self.rows, size)
 
