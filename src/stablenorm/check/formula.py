@@ -608,7 +608,7 @@ def describe(dx: Array, expected: Expected, changed: dict[str, Array], noise: fl
     }
     said = ["not " * bool(np.max(np.abs(a)) > near) + words for words, a in facts.items()]
     moved = [name for name, other in changed.items() if np.max(np.abs(dx - other)) > near]
-    there = (
-        f"depends on {', '.join(moved)}" if moved else f"does not depend on {', '.join(changed)}"
+    there = f"it depends on {', '.join(moved) or 'dy alone'}"
+    return f"{', '.join(said)}; {there}" + ", not on x: is its cache an old one?" * (
+        "x" not in moved
     )
-    return f"{', '.join(said)}; it {there}"

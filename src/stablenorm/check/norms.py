@@ -260,7 +260,7 @@ def _is_narrow(operation: Operation, case: Case, rng: Generator) -> bool:
 
 
 # The search takes a second for an x of so many elements.
-_LARGE = 2**11
+_LARGE = 2**10
 # The judged gradients, formulas by name, causes.
 _Found = tuple[Mapping[str, list[Judged]], dict[str, Reading], tuple[str, ...]]
 _NOTHING: _Found = ({}, {}, ())

@@ -10,7 +10,7 @@ from stablenorm.types import Shape
 
 # Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074
-_NO_ARGUMENT = "the argument is None"
+_NO_ARGUMENT = "there is none"
 # Layers whose notes everybody reads; those of other layers are figures.
 _TOLD = "contract", "the forward", "smoothness"
 _LAYERS = {
