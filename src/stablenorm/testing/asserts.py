@@ -9,8 +9,9 @@ import numpy as np
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import check_dtype, format_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
-from stablenorm.testing import attribution
-from stablenorm.testing.attribution import Account, Row, digits, percent
+from stablenorm.testing.accounts import Account, account_of_rows, account_of_sums, percent
+from stablenorm.testing.attribution import Row, in_sums
+from stablenorm.testing.causes import digits
 from stablenorm.testing.limits import FAILURE, Arithmetic, Limits, Statistics, half_ulp
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -304,14 +305,14 @@ def _accounts(outputs: Mapping[str, Judged], limits: Limits, eps: float) -> dict
             shape = limits.xhat.shape
             error, exact, shares = (a.reshape(shape) for a in (one.error, one.exact, one.shares))
             worst = int(np.argmax(shares.max(axis=-1)))
-            accounts[name], rows = attribution.account_of_rows(
+            accounts[name], rows = account_of_rows(
                 name, error, exact, limits, one.dtype, worst, eps, of_y
             )
             of_y |= {row.place: row for row in rows if name == "y"}
         else:
             is_gamma = name == "dgamma"
-            known = attribution.in_sums(list(of_y.values()), limits) * is_gamma
-            accounts[name] = attribution.account_of_sums(
+            known = in_sums(list(of_y.values()), limits) * is_gamma
+            accounts[name] = account_of_sums(
                 one.error,
                 one.exact,
                 one.actual,
