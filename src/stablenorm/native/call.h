@@ -74,6 +74,9 @@ struct Arena {
 constexpr uint8_t UNCERTIFIED = 1;
 constexpr uint8_t UNSUMMED = 2;
 
+// A mark of a column: it is uncertified, and to be summed closely (close.h).
+constexpr uint8_t OPEN = 2;
+
 struct Call {
     // y: y or dx, of any type; dy and plus have that of x. plus: residual or dsum. source: the x to
     // which the residual is added; x takes the sum.
@@ -114,6 +117,8 @@ struct Call {
     Type sums_type[2] = {F64, F64};
     uint8_t* uncertified[2] = {nullptr, nullptr};
     double* partial[2] = {nullptr, nullptr};
+    Index* open[2] = {nullptr, nullptr};  // the open columns
+    Index open_count[2] = {0, 0};
 
     // The plan. Shape and dtypes alone decide the tiles: no bit depends on the number of threads.
     Index tile_rows = 1;
@@ -235,6 +240,9 @@ struct Kernels {
     void (*do_tile)(const Call&, Index tile, int thread);
     // Adds up the tiles' sums of some columns, [0] dgamma or [1] dbeta, and rounds them.
     void (*finish)(const Call&, int which, Index start, Index stop, bool marked);
+    // Sums the open columns of a tile; then writes those that this certifies.
+    void (*close_tile)(const Call&, Index tile, int thread);
+    void (*close_columns)(const Call&);
 };
 
 extern const Kernels kernels_narrow, kernels_x86_64_v3, kernels_x86_64_v4, kernels_arm64;

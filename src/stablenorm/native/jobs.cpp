@@ -107,6 +107,37 @@ bool take_scratch(Call& c, int threads, double*& memory) {
     return true;
 }
 
+void close_work(void* data, Index number, int thread) {
+    kernels->close_tile(*(const Call*)data, number, thread);
+}
+
+// Lists the open columns, in memory for as many; false if there are none.
+bool list_open(Call& c, Index* columns) {
+    for (int which = 0; which < 2; which++) {
+        c.open[which] = columns;
+        for (Index j = 0; c.sums_out[which] && j < c.n; j++)
+            if (c.uncertified[which][j] == OPEN) *columns++ = j;
+        c.open_count[which] = columns - c.open[which];
+    }
+    return c.open_count[0] + c.open_count[1];
+}
+
+// Closes the open columns; integers do those that are left.
+State close_columns(const Call& of, int threads) {
+    Call c = of;
+    c.scratch_bytes = 2 * c.n * (Index)sizeof(Index);
+    Index* columns = (Index*)memory::take((size_t)c.scratch_bytes);
+    if (!columns) return NO_MEMORY;
+    for (bool in_pairs : {false, true}) {
+        if (!list_open(c, columns)) break;
+        c.in_pairs = in_pairs;
+        pool::run(c.tiles, threads, true, close_work, &c);
+        kernels->close_columns(c);
+    }
+    memory::give(columns);
+    return DONE;
+}
+
 // Does all tiles, then the sums.
 State run_tiles(Call& c, int threads) {
     bool wake = c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
@@ -120,7 +151,8 @@ State run_tiles(Call& c, int threads) {
         c.partial[1] = c.partial[0] + 3 * c.n;
     }
     pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
-    return DONE;
+    bool open = c.uncertified[0] && memchr(c.uncertified[0], OPEN, (size_t)(2 * c.n));
+    return open ? close_columns(c, threads) : DONE;
 }
 
 #if defined(__x86_64__) || defined(_M_X64)
