@@ -162,9 +162,14 @@ def _cell(verdicts: list[Verdict], name: str) -> str:
     if not shares:
         return "-"
     ulps, share = max(v.ulps[name] for v in verdicts if name in v.ulps), max(shares)
-    part = f"{100 * share:.{0 if share >= 0.1 else 1}f}%" if share < 10 else f"{share:.2g}x"
+    if not np.isfinite(ulps):
+        return "not finite"
     whole = 10 <= ulps < 1e4
-    return f"{ulps:.{0 if whole else 2}{'f' if whole else 'g'}} {part:>6}"
+    size = f"{ulps:.{0 if whole else 2}{'f' if whole else 'g'}}"
+    part = f"{100 * share:.{0 if share >= 0.1 else 1}f}%" if share < 10 else f"{share:.3g}x"
+    part = part if len(part) <= 6 else f"{share:.0e}x"
+    # Of more than tenfold, the power is enough: four outputs fit in a line.
+    return f"{size} {part:>6}"
 
 
 def judge(
