@@ -145,9 +145,9 @@ def test_the_errors_of_each_gradient_are_an_array() -> None:
     rng = np.random.default_rng(0)
     names: dict[str, Any] = {}
     exec(MISSING, names)  # noqa: S102
-    report = check_layer_norm(
-        names["layer_norm_forward"], names["layer_norm_backward"], rng.standard_normal((3, 5))
-    )
+    forward, backward = names["layer_norm_forward"], names["layer_norm_backward"]
+    x = rng.standard_normal((3, 5))
+    report = check_layer_norm(forward, backward, x, np.ones(5), np.zeros(5))
     # mean(g) is missing: the error is the same in a row.
     errors = report.errors["x"]
     assert errors.shape == (3, 5)

@@ -108,8 +108,8 @@ class ExactNorm:
         # Arguments by name. Vectors are common to all rows; a summand of dgamma or dbeta has the name
         # of its sum. Matrices differ from row to row: float64 (rows, n) or (rows, 1).
         self._vectors, self._matrices = vectors, matrices
-        # All quantities of a few rows are made of the same.
-        self._row = lru_cache(4)(self._make_row)
+        # The last two rows: all quantities of a few rows are made of the same.
+        self._kept: dict[tuple[int, type[Row]], Row] = {}
 
     def __repr__(self) -> str:
         """Return the kind, the shape, and the quantities that can be asked for."""
@@ -271,9 +271,13 @@ class ExactNorm:
 
     # ---- rows, and blocks: the elements of one row, or the sums over all ----
 
-    def _make_row(self, index: int, kind: type[Row] = Row) -> Row:
-        own = {name: read(matrix[index]) for name, matrix in self._matrices.items()}
-        return kind(self._vectors | own, self._eps, self._kind)
+    def _row(self, index: int, kind: type[Row] = Row) -> Row:
+        key = index, kind
+        if key not in self._kept:
+            own = {name: read(matrix[index]) for name, matrix in self._matrices.items()}
+            self._kept = dict([*self._kept.items()][-1:])
+            self._kept[key] = kind(self._vectors | own, self._eps, self._kind)
+        return self._kept[key]
 
     def _rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
         """Yield the rows of one block."""

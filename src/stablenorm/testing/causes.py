@@ -151,7 +151,7 @@ def cause_of_rest(row: Row, limits: Limits, noise: Array, weight: Any) -> Cause 
     if worst <= 2:
         return None
     # Four roundings of x * a + b.
-    allowed = noise[row.place] + 4 * limits.ue * limits.before[row.place] * np.abs(weight)
+    allowed = noise[row.place] + 4 * limits.u_e * limits.before[row.place] * np.abs(weight)
     if (row.excess * noise[row.place] <= allowed).all():
         name = "x is scaled before the mean is subtracted"
         return Cause(name, ADVICE["scaled"], name)

@@ -140,15 +140,15 @@ class Limits:
             format_of,
             (_wider(arithmetic.statistics, FLOAT32.dtype), arithmetic.elementwise, arithmetic.statistics),
         )  # fmt: skip
-        self.s, self.e, self.u, self.ue = sums, elements, 0.5**sums.digits, 0.5**elements.digits
+        self.s, self.e, self.u, self.u_e = sums, elements, 0.5**sums.digits, 0.5**elements.digits
         # The largest errors of an underflow: GPUs flush subnormals to zero.
         self.tiny_s, self.tiny_e = 2.0**sums.emin, 2.0**elements.emin
         # Statistics are rounded once more where they are kept, and where elements use them.
         self.kept = 0.5**kept.digits * (kept.digits < sums.digits)
-        self.kept += self.ue * (elements.digits < sums.digits)
+        self.kept += self.u_e * (elements.digits < sums.digits)
         # Arguments that are wider than the arithmetic are rounded to it: one rounding more of each.
         widest = max(format_of(a.dtype).digits for a in arrays.values() if a is not None)
-        self.extra = self.ue * (widest > elements.digits)
+        self.extra = self.u_e * (widest > elements.digits)
         # Each element of four outputs has a bound, and so have its statistics; errors have two signs.
         count = 2 * 4 * 2 * self.x.size / FAILURE
         self.factor = (
@@ -217,7 +217,7 @@ class Limits:
         # What is rounded: centered x, twice, or the terms of x * a + b, four times.
         self.before = sizes + abs(m * r)
         self.spread = np.abs(xhat) + shift if self.declared.centered else self.before
-        roundings = (2 if self.declared.centered else 4) * self.ue * self.spread
+        roundings = (2 if self.declared.centered else 4) * self.u_e * self.spread
         self.local = roundings + self.extra * sizes + self.tiny_e * (r + 1)
         self.local += np.where(self.spread <= self.e.largest, 0, np.inf)
 
@@ -225,7 +225,7 @@ class Limits:
         """Return the errors of y that its elements do not share, but for the last rounding."""
         scaled = np.abs(self.gamma * self.xhat)
         # Two roundings, of the product and of the sum with beta.
-        own = (2 * self.ue + self.extra) * scaled + 2 * self.ue * np.abs(self.beta)
+        own = (2 * self.u_e + self.extra) * scaled + 2 * self.u_e * np.abs(self.beta)
         if self.declared.cast == "xhat":
             # xhat is rounded to the dtype of x, its product with gamma to that of y.
             own += np.abs(self.gamma) * half_ulp(self.xhat, self.form)
@@ -248,9 +248,9 @@ class Limits:
     def elements_of_dx(self) -> Array:
         """Return the errors of dx / rstd that its elements do not share."""
         g, mean_g, slope = self.terms_of_dx()
-        own = (self.ue + 2 * self.extra) * np.abs(g)
+        own = (self.u_e + 2 * self.extra) * np.abs(g)
         # Four roundings of each term cover all forms in use, six that with rstd**3.
-        own += self.ue * (4 * (np.abs(g) + abs(mean_g)) + 6 * np.abs(self.xhat * slope))
+        own += self.u_e * (4 * (np.abs(g) + abs(mean_g)) + 6 * np.abs(self.xhat * slope))
         return np.asarray(own + self.local * abs(slope) + self.tiny_e)
 
     def dx(self, exact: Array, dtype: Any) -> Array:
@@ -260,11 +260,11 @@ class Limits:
         sizes, shift = np.abs(g), self.total(self.shift)
         products = sizes * self.spread
         # The product gamma dy, and arguments that are rounded.
-        of_g = self.ue + 2 * self.extra
+        of_g = self.u_e + 2 * self.extra
         tiny = self.tiny_e + self.tiny_s
         own = of_g * sizes.mean(axis=-1, keepdims=True) + 2 * self.u * abs(mean_g) + tiny
         of_mean = (self.chain(sizes / n) + Bound(0.0, own)) * float(self.is_layer)
-        own = ((of_g + self.ue) * products + sizes * self.local).mean(axis=-1, keepdims=True)
+        own = ((of_g + self.u_e) * products + sizes * self.local).mean(axis=-1, keepdims=True)
         own += 2 * self.u * abs(slope) + shift**2 * abs(mean_g) + tiny
         of_slope = self.chain(products / n) + Bound(0.0, own)
         error = of_mean + of_slope * (np.abs(xhat) + shift)
@@ -282,7 +282,7 @@ class Limits:
         error = (self.shift + Bound(0.0, self.local)) * self.lift + self.scale * self.xhat
         products = (sizes * self.spread).sum(axis=0)
         # The product with dy, and what is rounded before.
-        own = (self.ue + self.extra) * products + 2 * self.tiny_e * self.rows
+        own = (self.u_e + self.extra) * products + 2 * self.tiny_e * self.rows
         bound = (error * sizes).over_rows() + Bound(0.0, own)
         bound += self.chain(sizes * self.spread, 0)
         return self.finish(bound, exact, dtype, self.rows, products)
@@ -297,7 +297,7 @@ class Limits:
 
     def finish(self, bound: Bound, exact: Array, dtype: Any, count: int, peak: Array) -> Array:
         """Return the limits with the terms of second order and the last rounding, infinite beyond the range."""
-        room = 1 - (self.additions(count) + _OTHERS) * max(self.u, self.ue)
+        room = 1 - (self.additions(count) + _OTHERS) * max(self.u, self.u_e)
         error = np.asarray(self.total(bound)) / room if room > 0 else np.full(exact.shape, np.inf)
         error = np.where((peak <= self.e.largest) & (error >= 0), error, np.inf)
         form = format_of(dtype)
