@@ -146,13 +146,6 @@ RMS_MISTAKES: dict[str, Mistake] = {
     "gamma after the projection": Mistake(
         _with_dx(lambda g, c: c.gamma * _rms_dx(g / c.gamma, c.xhat, c.rstd)),
         "gamma is applied after the projection in dx"),
-    "gamma applied twice": Mistake(
-        _with_dx(lambda g, c: _rms_dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
-    "rstd = 1/(sqrt(mean(x^2))+eps)": Mistake(
-        _with_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps), _rms_dx),
-        "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
-    "eps omitted": Mistake(
-        _with_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "eps is missing from rstd in dx"),
     "dgamma without rstd": Mistake(
         lambda dy, c: (rms_backward(dy, c)[0], _sum_rows(dy * c.x), _sum_rows(dy)),
         "dgamma lacks rstd", "gamma"),

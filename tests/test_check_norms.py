@@ -250,6 +250,10 @@ FORMS = {
         lambda f, b: (lambda x, gamma, beta, eps: f(x, gamma, beta, eps * (1 + 0.01 * (eps > 1.1e-5))), b),
         "FAIL", "4 x and 16 eps", WIDE),
     "the first rows alone": (batch_norm, "FAIL", "the first rows alone", WIDE),
+    "wrong for three axes": (
+        dx(lambda dx, *_: dx * (1 + 1e-9 * (dx.ndim == 3))), "FAIL", "one more leading axis", WIDE),
+    "wrong for one axis": (
+        dx(lambda dx, *_: dx * (1 + 1e-9 * (dx.ndim == 1))), "FAIL", "no leading axis", WIDE),
     "x + 4": (dx(lambda dx, _, c: dx + 1e-9 * (row_mean(c.x) > 3)), "FAIL", "x + 4", WIDE),
     "NaN where rows are constant": (
         dx(lambda dx, _, c: np.where(c.var < 1e-12, np.nan, dx)),

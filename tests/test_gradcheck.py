@@ -166,7 +166,6 @@ PLACES = [
     ((5, 7), (slice(None), slice(2, 5)), "15 of 35 elements"),
     ((5, 7), (slice(None), slice(None)), "everywhere"),
     ((3, 4, 5), (1, 2), "row (1, 2)"),
-    ((20, 150), (0, 0), "1 of the 12 elements compared"),
 ]
 
 
@@ -245,12 +244,9 @@ FAULTS = [
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
     # Functions that are no forward.
     (np.sin, cosine, "returns", "forward must return (y, cache), got one array"),
-    (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
     (lambda x: (Tensor(), x), cosine, "returns", "y that forward returns must be an array, got Tensor: detach"),
     # Functions that are no backward: a sentence, not a traceback.
     (sine, fail, "x", "backward raised RuntimeError: no luck"),
-    (sine, lambda *_: None, "x", "got NoneType"),
-    (sine, lambda dy, x: cosine(dy, x) * 2, "x", "1 gradients, one for each argument, got tuple of 2"),
     (sine, lambda dy, x: (dy[0] * np.cos(x[0]),), "x", "the gradient must have shape 3 x 4, got 4"),
     (sine, lambda dy, _: (dy * np.nan,), "x", "must be finite, got nan at (0, 0) (12 such)"),
     (sine, lambda *_: ([[1], [1, 2]],), "x", "must be an array, got list"),

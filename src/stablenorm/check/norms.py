@@ -65,9 +65,10 @@ def check_layer_norm(
 
     Notes
     -----
-    Code that is right but less accurate than two passes in the given dtypes gets a NOTE: a variance
-    from E[x^2] - E[x]^2 under an offset, for example. float64 results with the accuracy of
-    float32 FAIL. If an offset leaves x too few digits for three digits of a gradient, it is INCONCLUSIVE.
+    Code that is right but less accurate than two passes, as a variance from E[x^2] - E[x]^2 under an
+    offset, does not fail. float64 gradients with the accuracy of float32 FAIL beside a y of float64; if y
+    has it too, the code is judged by the rounding of float32, and the report says so first. If an offset
+    leaves x too few digits for three digits of a gradient, it is INCONCLUSIVE.
 
     Examples
     --------
@@ -167,7 +168,9 @@ class _View:
     """The arrays of a norm over any axes of x, seen as those of one over the last axis."""
 
     def __init__(self, x: Array, gamma: Any, beta: Any, axes: Shape):
-        self._axes, self._given, self.shape = axes, {"x": x, "gamma": gamma, "beta": beta}, x.shape
+        self._given, self.shape = {"x": x, "gamma": gamma, "beta": beta}, x.shape
+        # The last axis is that of any x; others are those of as many axes as the caller's.
+        self._axes = (-1,) if axes == (x.ndim - 1,) else axes
         # By the name of an array, the shape that the code takes and returns; of the latest call.
         self._shapes: dict[str, Any] = {"y": x.shape}
         self.x = self.there("y", x)
@@ -185,24 +188,19 @@ class _View:
     def back(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return arrays as the code takes them; rows of another length vary along the last of the axes."""
         (a, *parameters), given, axes = arrays.values(), self._given["x"], self._axes
-        if a.ndim + len(axes) != given.ndim + 1:
+        if axes != (-1,) and a.ndim + len(axes) != given.ndim + 1:
             msg = f"x must have {given.ndim} axes for axis {axes}"
             raise FaultError(msg)
         lengths = [given.shape[axis] for axis in axes]
         if a.shape[-1] != math.prod(lengths):
             lengths = [1] * (len(axes) - 1) + [a.shape[-1]]
         x = np.moveaxis(a.reshape(*a.shape[:-1], *lengths), range(-len(axes), 0), axes)
-        own = [
-            x,
-            *(
-                p if p is None else p.reshape(self._form(n, x.shape))
-                for n, p in zip(PARAMETERS, parameters, strict=False)
-            ),
-        ]
-        named = dict(zip(arrays, own, strict=True))
-        self._shapes |= {f"d{name}": np.shape(part) for name, part in named.items()} | {
-            "y": x.shape
+        named = {"x": x} | {
+            name: p if p is None else p.reshape(self._form(name, x.shape))
+            for name, p in zip(PARAMETERS, parameters, strict=False)
         }
+        self._shapes |= {f"d{name}": np.shape(part) for name, part in named.items()}
+        self._shapes["y"] = x.shape
         return named
 
     def _form(self, name: str, shape: Shape) -> Any:
@@ -210,7 +208,8 @@ class _View:
         ndim = self._given[name].ndim
         if ndim in (1, len(self._axes)):
             return -1 if ndim == 1 else [shape[axis] for axis in self._axes]
-        return [m if k in self._axes else 1 for k, m in enumerate(shape)][-ndim:]
+        own = {axis % len(shape) for axis in self._axes}
+        return [m if k in own else 1 for k, m in enumerate(shape)][-ndim:]
 
 
 def _seen(

@@ -32,6 +32,8 @@ _NORMS = {"layer": "layernorm|ln", "rms": "rmsnorm|rms"}
 _ENDS = {"forward": "forward|fwd", "backward": "backward|bwd|grad|vjp|backprop"}
 # The file's __name__: not "__main__", and no other module's name.
 _MODULE = "_checked_by_stablenorm"
+# Data of a file that are no parameters: arrays of more elements, longer lists and dicts.
+_LARGE, _LONG = 2**16, 2**8
 # Names that say nothing about what they hold.
 _CONTAINERS = "params", "parameters", "value", "data", "weights"
 _NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
@@ -187,7 +189,9 @@ def _told(places: dict[Path_, str]) -> str:
 def _is_data(name: str, value: Any) -> bool:
     """Tell whether a name of a module holds what may hold a parameter."""
     no_data = ModuleType, str, int, float, np.number, tuple, type(None)
-    return name[:2] != "__" and not callable(value) and not isinstance(value, no_data)
+    if name[:2] == "__" or callable(value) or isinstance(value, no_data):
+        return False
+    return not isinstance(value, (list, dict)) or len(value) <= _LONG
 
 
 def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
@@ -316,8 +320,12 @@ class _Subject:
             with contextlib.suppress(Exception):
                 pair.call(given | {"x": x.copy()})
             arrays = dict(arrays_in(held))
-        # One path to each array.
-        kept = {path: a.copy() for path, a in arrays.items() if a.size > 1 and a.dtype.kind == "f"}
+        # One path to each array that may be a parameter.
+        kept = {
+            path: a.copy()
+            for path, a in arrays.items()
+            if 1 < a.size <= _LARGE and a.dtype.kind == "f" and a.flags.writeable
+        }
         paths = {id(arrays[path]): path for path in reversed(kept)}
         rng, acts = np.random.default_rng(1), dict[Path_, str]()
         values = {path: rng.uniform(0.5, 1.5, kept[path].size) for path in paths.values()}
