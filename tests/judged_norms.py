@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import Array, bfloat16
+from stablenorm.records import Array, bfloat16
 
 F32 = np.float32
 Sum = Callable[[Array], Array]

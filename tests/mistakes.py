@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import Array, bfloat16
+from stablenorm.records import Array, bfloat16
 
 Gradients = tuple[Array, Array, Array]
 Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]

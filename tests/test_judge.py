@@ -10,6 +10,7 @@ from judged_norms import FAULTS, KNOWN, ORDERS, inputs, run
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
+from stablenorm.records import bfloat16
 from stablenorm.testing import (
     FAMILIES,
     assert_layer_norm,
@@ -20,7 +21,6 @@ from stablenorm.testing import (
     plain_backward,
     plain_forward,
 )
-from stablenorm.types import bfloat16
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 FINITE = [name for name, family in FAMILIES.items() if family.finite]

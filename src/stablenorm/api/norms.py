@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.operations import backward, forward
-from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
+from stablenorm.records import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
 # The faster constructor of a NamedTuple: half the time.
 _new = tuple.__new__

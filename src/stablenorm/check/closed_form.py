@@ -20,8 +20,8 @@ from stablenorm.check.differences import name_pattern
 from stablenorm.check.operation import FaultError, Operation, as_array, rms, tiniest, unit_roundoff
 from stablenorm.check.results import Verdict
 from stablenorm.formats import format_of
-from stablenorm.text import shape_text
-from stablenorm.types import Array, Shape
+from stablenorm.output import shape_text
+from stablenorm.records import Array, Shape
 
 # The spread of the rows that reveal eps: its square, 1e-12, is at most any usual eps.
 _SPREAD = 2.0**-20

@@ -17,7 +17,7 @@ import numpy as np
 
 from stablenorm.check.operation import FaultError, Loss, as_array, flat, rms, tiniest, unit_roundoff
 from stablenorm.check.results import TINIEST, ArgumentResult, Finding, Verdict
-from stablenorm.types import Array, Shape
+from stablenorm.records import Array, Shape
 
 # In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges
 # fast; at 2^-9 the plain secant has a truncation error of 4e-6.

@@ -19,7 +19,7 @@ import numpy as np
 from stablenorm.check.closed_form import Case, Expected, excess
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
-from stablenorm.types import Array, Shape
+from stablenorm.records import Array, Shape
 
 
 class Reading(NamedTuple):

@@ -22,8 +22,8 @@ from stablenorm.check.operation import (
 from stablenorm.check.results import _NO_ARGUMENT, ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
-from stablenorm.text import shape_text
-from stablenorm.types import Array
+from stablenorm.output import shape_text
+from stablenorm.records import Array
 
 Progress = Callable[[int, int], object]
 Outcome = tuple[list[ArgumentResult], list[Finding]]

@@ -18,8 +18,9 @@ from stablenorm.check.gradients import begin, check_args, make_report
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
-from stablenorm.text import shape_text
-from stablenorm.types import Array, Shape, check_eps
+from stablenorm.output import shape_text
+from stablenorm.records import Array, Shape
+from stablenorm.scalars import check_eps
 
 
 def check_layer_norm(

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.formats import check_dtype, format_of
-from stablenorm.text import described, shape_text
-from stablenorm.types import Array, Shape
+from stablenorm.output import described, shape_text
+from stablenorm.records import Array, Shape
 
 # Frames of ours, which no traceback of a user's code shows.
 _OURS = str(Path(__file__).parents[1])

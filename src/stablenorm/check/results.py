@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.text import plain, to_json, wrapped
-from stablenorm.types import Shape
+from stablenorm.output import plain, to_json, wrapped
+from stablenorm.records import Shape
 
 # Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074
@@ -16,7 +16,7 @@ _TOLD = "contract", "the forward", "smoothness"
 _LAYERS = {
     "contract": "what every pair of functions must do",
     "closed form": "our own formulas, element by element",
-    "hard inputs": "data on which digits are lost",
+    "hard inputs": "data on which formulas differ",
     "smoothness": "where there is a derivative",
 }
 # NOTE is for findings alone, NOT CHECKED for arguments alone.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.check.operation import FaultError
-from stablenorm.text import described
+from stablenorm.output import described
 
 Function = Callable[..., Any]
 ARGUMENTS, PARAMETERS = ("x", "gamma", "beta", "eps"), ("gamma", "beta")

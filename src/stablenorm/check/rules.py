@@ -11,7 +11,7 @@ from stablenorm.check.differences import Argument
 from stablenorm.check.operation import FaultError, Loss, as_array, flat, leaves, rms, unit_roundoff
 from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 # Runs of each function: random numbers in the code show at once, a race seldom.
 _RUNS = 3

@@ -57,7 +57,7 @@ from stablenorm.cli.child import run_apart, silence
 from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_functions
 from stablenorm.cli.user_operation import check_operation, judge_forward
 from stablenorm.formats import parse
-from stablenorm.text import shape_text
+from stablenorm.output import shape_text
 
 # Axes of x that are tried, and the normalized ones.
 _TRIED = (

@@ -16,10 +16,10 @@ from stablenorm.check import check_gradients, check_layer_norm, check_rms_norm
 from stablenorm.cost import count_cost, count_kept
 from stablenorm.formats import count_digits
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+from stablenorm.output import number, quantity
+from stablenorm.records import Array
 from stablenorm.testing.plain import harder_rows, plain_backward, plain_forward
-from stablenorm.text import number, quantity
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array
 
 # By the kind of the norm: forward, backward, oracle, check.
 NORMS: dict[str, Any] = {

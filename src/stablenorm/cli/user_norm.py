@@ -20,7 +20,7 @@ from stablenorm.check import roles
 from stablenorm.check.operation import FaultError, Missing, Unknown, arrays_in
 from stablenorm.check.roles import PARAMETERS, RATE, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
-from stablenorm.types import Array, Shape
+from stablenorm.records import Array, Shape
 
 # A class is a layer if it has a method of both lines.
 _METHODS = (

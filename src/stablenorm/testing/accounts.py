@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import format_of
+from stablenorm.records import Array
 from stablenorm.testing import causes as why
 from stablenorm.testing.attribution import LEAST, SURE, Row, noise_of, split_rows, split_sums
 from stablenorm.testing.causes import ADVICE, Cause, digits
 from stablenorm.testing.limits import Limits, half_ulp
-from stablenorm.types import Array
 
 # Below a twentieth of the squared error, nothing is won by mending a part.
 SMALL = 0.05

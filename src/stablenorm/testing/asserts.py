@@ -9,12 +9,12 @@ import numpy as np
 from stablenorm.check.differences import name_pattern
 from stablenorm.formats import check_dtype, format_of
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+from stablenorm.output import shape_text
+from stablenorm.records import Array
 from stablenorm.testing.accounts import Account, account_of_rows, account_of_sums, percent
 from stablenorm.testing.attribution import Row, in_sums
 from stablenorm.testing.causes import digits
 from stablenorm.testing.limits import FAILURE, Arithmetic, Limits, Statistics, half_ulp
-from stablenorm.text import shape_text
-from stablenorm.types import Array
 
 _ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import format_of
+from stablenorm.records import Array
 from stablenorm.testing.limits import Limits, half_ulp
-from stablenorm.types import Array
 
 # A row of fewer elements cannot tell its statistics from roundings.
 LEAST = 8

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import BFLOAT16, FLOAT16, Format
+from stablenorm.records import Array
 from stablenorm.testing.attribution import SURE, Row, pairs
 from stablenorm.testing.limits import Limits, half_ulp
-from stablenorm.types import Array
 
 # The cure of each cause.
 ADVICE = {

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import FORMATS, Format, parse
+from stablenorm.records import Array
 from stablenorm.testing.families import Case
-from stablenorm.types import Array
 
 _HERE = Path(__file__).parent
 _FORMATS = dict(zip(("f16", "bf16", "f32", "f64"), FORMATS, strict=True))

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import parse
+from stablenorm.output import columns
+from stablenorm.records import Array
 from stablenorm.testing.asserts import Judged, Report, described, examine, explain, judge_output
 from stablenorm.testing.attribution import LEAST
 from stablenorm.testing.families import FAMILIES, Case, make_case
 from stablenorm.testing.limits import Arithmetic, Limits, Statistics
-from stablenorm.text import columns
-from stablenorm.types import Array
 
 # Rows around which kernels branch: one element, a warp, four, a block of 1024, and the widths of models.
 LENGTHS = (1, 2, 3, 31, 32, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 4096, 5120, 16384)

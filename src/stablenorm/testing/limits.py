@@ -13,7 +13,7 @@ import numpy as np
 
 from stablenorm.formats import FLOAT32, FLOAT64, Format, check_dtype, format_of, parse
 from stablenorm.oracle import ExactNorm
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 # The chance of a false alarm in one call, of all its elements together: of a thousand tests that run
 # a thousand times, one in a thousand suites has one.
