@@ -359,6 +359,8 @@ SAID = [
     (NOWHERE, "--shape 2 4 --only x", 0, "PASS for dx alone dgamma and dbeta were not judged"),
     (UNKNOWN, "", 0, "gamma is a_2; beta is b_2"),
     # Its gamma stays 1, and a backward without gamma is right.
+    # The functions are right; the class beside them was passed with them.
+    (CORE + USUAL + PULL + LAYER.format("LayerNorm", "n", "np.ones(n)"), "", 3, "alone the class LayerNorm was not judged"),
     (UNSEEN, "", 3, "PASS for dx alone no gamma and no beta was found in LayerNorm"),
     (UNSEEN.replace("[0.0] * n", "np.zeros(n)"), "", 3, "PASS for dx, dbeta alone no gamma was found in LayerNorm"),
     (UNSEEN, "--only x", 0, "PASS"),

@@ -156,7 +156,7 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         norm.forward, backward, x, gamma, beta, arguments.eps,
         gamma_offset=arguments.gamma_offset, rng=arguments.seed, axis=axes,
     )  # fmt: skip
-    why = "" if arguments.only else norm.others
+    why = "" if arguments.only else norm.others or _left_aside(file, norm, arguments)
     if not norm.takes and not arguments.axis and "y" in report.formula:
         over = axes_of(kind, norm.forward, norm.backward, data, arguments.eps)
         if over not in ((), (data[0].ndim - 1,)):
@@ -181,6 +181,18 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
         with suppress(Exception):
             lines += lines_by_hand(_adapt(file, arguments, (2, 4), (-1,)), kind)
     return status, content, head, lines
+
+
+def _left_aside(file: UserFile, norm: Norm, arguments: argparse.Namespace) -> str:
+    """Say that the file has a class of that name beside the functions that were taken without being asked for."""
+    word = "rms" if _kind(norm, arguments) == "rms" else "layernorm"
+    classes = [name for name in file.classes if word in key_of(name)]
+    if norm.name in file.classes or arguments.forward or not classes:
+        return ""
+    return (
+        f"the class {classes[0]} was not judged: choose it with --class {classes[0]}, "
+        f"or the functions with --forward {norm.name}"
+    )
 
 
 def _kind(norm: Norm, arguments: argparse.Namespace) -> str:
