@@ -158,8 +158,13 @@ struct Call {
 struct Own {
     double* addend;  // a row that is added
     double* part;    // the sums of some rows
-    double *high, *low,
-        *size;  // a row of results; in float64, `low` and `size` hold columns that are uncertified
+    // A row of results, as pairs with sizes of their errors; its first one also float64, its second
+    // one dx that goes over dy.
+    double* high;
+    double* low;
+    double* size;
+    // The registers of two rows that failed the test of the first rung.
+    Index* failed[2];
     // The float64 arithmetic. x - mean and g - m of types of 16 bits, for this group and the next;
     // a row of zeros, in the place of a hard row.
     double *kept, *zeros;
@@ -181,6 +186,8 @@ struct Own {
         high = arena.take(staged || c.in_pairs ? p : 0);
         low = arena.take(staged || c.over ? p : 0);
         size = arena.take(staged ? p : 0);
+        for (Index*& of_row : failed)
+            of_row = (Index*)arena.take(c.nearest && !c.in_pairs ? c.n / 8 + 1 : 0);
         Index start = arena.used;
         Index sets = c.n <= EARLY_KEPT ? 2 : 1;
         Index rows = !c.nearest ? 2 : c.n <= LONG ? 4 : 1;

@@ -1,6 +1,6 @@
-// Vectors of float64: gamma and beta widened, sums over rows merged, rounded and handed on.
+// Sums over rows: merged, rounded and handed on.
 #pragma once
-#include "finish.h"
+#include "round.h"
 
 namespace {
 
@@ -26,60 +26,6 @@ NOINLINE inline void merge_columns(const double* part, double* total, double* lo
         write(low + j, l);
     }
 }
-
-// ---- gamma and beta ----
-
-// Widens n elements of a parameter, with one NaN for all, or fills in the neutral one; zeros follow
-// them.
-inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
-    memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
-    for (Index j = 0; !from && j < n; j++) to[j] = neutral;
-    if (from)
-        of_type(type, [&](auto* kind) {
-            each_columns<L>(0, n, [&](Index j, Index count) INLINE_LAMBDA {
-                Lanes<L> v = load<L>((decltype(kind))from + j, count);
-                for (auto& e : v.v) e = e == e ? e : broadcast<WIDEST>(__builtin_nan("")).v[0];
-                store(to + j, v, count);
-            });
-        });
-}
-
-// Whether all are 0 or between `least` and the largest in size. NaN is neither.
-inline bool is_within(const double* v, Index n, double least) {
-    Pair<double> range = pairs::range_of(v, n);
-    return !(range.high < least) && range.low <= LARGEST;
-}
-
-inline bool prepare(const Call& c) {
-    widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
-    if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.wide_beta, c.n);
-    const double* gamma = c.wide_gamma;
-    const double* beta = c.wide_beta;
-    double* __restrict sizes = c.sizes;
-    for (Index j = 0, stop = c.padded_n(); sizes && j < stop; j++) {
-        double size = magnitude(gamma[j]) + magnitude(beta[j]);
-        // A bound of at least 2**-52 times this is at least LEAST_BOUND.
-        sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
-    }
-    // float64 holds the products of float64 parameters and narrower data unless they are huge.
-    if (!c.pairs()) {
-        bool moderate = c.gamma_type != F64 || is_within(gamma, c.n, 0);
-        // |xhat| is at most sqrt(n): y stays below the largest number of its type.
-        double largest = c.y.type == F16 ? 0x1p15 : 0x1p127;
-        double most = std::sqrt((double)c.n);
-        for (Index j = 0; c.over && !c.backward && j < c.n; j++)
-            moderate = moderate && most * magnitude(gamma[j]) + magnitude(beta[j]) < largest;
-        return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
-    }
-    // Finite numbers of narrow types are in range.
-    bool within = c.in_pairs ? is_within(c.wide_gamma, c.n, SMALLEST)
-                             : is_within(c.backward ? gamma : sizes, c.n, 0);
-    if (!within || c.backward) return within;
-    return (!c.in_pairs || is_within(beta, c.n, 0)) &&
-           (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
-}
-
-// ---- sums ----
 
 // Some columns of a sum: pairs, the two sums that error bounds are made of, and the bounds.
 struct ColumnSums {
@@ -165,7 +111,7 @@ inline Close sum_closely(const Call& c, int which, Index start, const Index* col
     using N = Lanes<8>;
     constexpr Index TOGETHER =
         16;  // rows gathered before one is loaded: a load waits for stores of its parts
-    double chain = chain_of(c.n, L, RUN);
+    double chain = chain_of(c.n, LANES, RUN);
     N bound = broadcast<8>(sums_bound(c.n, 0, 0));
     Pair<N> sum = {};
     N size = {};
@@ -196,20 +142,17 @@ inline Close sum_closely(const Call& c, int which, Index start, const Index* col
                 } else if constexpr (DEEP) {
                     pairs::Stats of;
                     const T* x = (T*)row_of(c.x, top + i);
-                    pairs::statistics<LAYER>(&x, c, 1, of);
+                    pairs::statistics<LAYER>(&x, 1, c.n, c.eps, of);
                     pairs::RowStats at = of.at(0, LAYER ? __builtin_nan("") : 0);
-                    if (LAYER) pairs::find_center(x, c, at);
-                    pairs::Row row(at);
-                    Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
-                    size = size + add(xhat * d) +
-                           bound * (magnitude(d) *
-                                       (magnitude(xhat.high) +
-                                           pairs::shared<LAYER>(row.spread, v, row.center)));
+                    if (LAYER) pairs::find_center(x, c.n, c.x.type, at);
+                    pairs::ElementOfXhat<LAYER> row(at);
+                    Pair<N> xhat = row.of(v);
+                    size = size + add(xhat * d) + bound * (magnitude(d) * row.size(v, xhat));
                 } else {
                     double mean = LAYER ? c.mean[top + i] : 0;
                     double mean_lo = LAYER ? c.mean_lo[top + i] : 0;
                     double rstd = c.rstd[top + i];
-                    Errors of = errors_again<LAYER>(c, top + i, 0, chain);
+                    Errors of = errors_again<LAYER>(c.spread[top + i], rstd, c.eps, 0, chain);
                     N xhat = fma(
                         v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-mean_lo * rstd));
                     add(two_product(d, xhat));
@@ -247,7 +190,7 @@ void finish_uncertified(const Call& c, int which, Index start, Index count, cons
             store(error, close.error);
             To results[8];
             uint8_t differ[8];
-            round_pairs(results, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
+            round_pairs(results, {high, low, which == 0 ? error : nullptr}, 1.02, 8, differ);
             for (Index k = 0; k < together; k++) {
                 Index column = columns[first + k];
                 bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() &&
@@ -291,8 +234,8 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
         // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
         bool exact = which == 1 && c.dy.type == F16 && !c.in_pairs;
-        round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count,
-            uncertified);
+        PairVectors sums = {of.high, of.low, c.nearest && !exact ? of.error : nullptr};
+        round_pairs(out, sums, 1.0, count, uncertified);
         if constexpr (sizeof(To) < 8)
             if (c.nearest && !c.in_pairs && !exact)
                 finish_uncertified(c, which, start, count, of, out, uncertified);
