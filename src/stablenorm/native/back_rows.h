@@ -65,7 +65,11 @@ INLINE Errors errors_again(double spread, double rstd, double eps, double M, dou
 
 // Sums over rows: the gradients and, NEAREST, the squares of dy and xhat, which bound their errors.
 struct OverRows {
-    double *dgamma, *dbeta, *dy_squares, *xhat_squares;
+    double* dgamma;
+    double* dbeta;
+    double* dy_squares;
+    double* xhat_squares;
+    bool begun = false;
 };
 
 // Sums along R rows: of g - m, of its product with xhat and, NEAREST, of its square.
@@ -104,8 +108,8 @@ template <class M, class T> struct ElementOfPull {
           minus_pivot(broadcast<K, W>(-row.pivot)) {}
 };
 
-// Sums along R rows; dy and dy * xhat are added to the sums over rows.
-template <class M, int R, class T>
+// Sums along R rows; dy and dy * xhat are added to the sums over rows, which FIRST begins.
+template <class M, int R, bool FIRST, class T>
 NOINLINE auto sums_of(
     const Back<T>* rows, Index n, const double* __restrict gammas, OverRows over) {
     using Element = ElementOfPull<M, T>;
@@ -124,10 +128,10 @@ NOINLINE auto sums_of(
             double* __restrict dy_squares = over.dy_squares + j;
             double* __restrict xhat_squares = over.xhat_squares + j;
             N gamma = load<K, W>(gammas + j);
-            N dgamma = load<K, W>(dgammas);
-            N dbeta = load<K, W>(dbetas);
-            N dy_square = M::NEAREST ? load<K, W>(dy_squares) : N{};
-            N xhat_square = M::NEAREST ? load<K, W>(xhat_squares) : N{};
+            N dgamma = FIRST ? N{} : load<K, W>(dgammas);
+            N dbeta = FIRST ? N{} : load<K, W>(dbetas);
+            N dy_square = FIRST || !M::NEAREST ? N{} : load<K, W>(dy_squares);
+            N xhat_square = FIRST || !M::NEAREST ? N{} : load<K, W>(xhat_squares);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 N dy = load<K, W>(row[r].dy + j, count);
@@ -165,8 +169,10 @@ NOINLINE auto sums_of(
 
 // Pass 1 of R rows.
 template <class M, int R, class T>
-INLINE void pull(Back<T>* rows, Index n, const double* gamma, OverRows over) {
-    auto sums = sums_of<M, R>(rows, n, gamma, over);
+INLINE void pull(Back<T>* rows, Index n, const double* gamma, OverRows& over) {
+    auto sums =
+        (over.begun ? sums_of<M, R, false, T> : sums_of<M, R, true, T>)(rows, n, gamma, over);
+    over.begun = true;
     double chain = chain_of(n, LANES_OF_PULL<M::NEAREST>, RUN_BACK);
     for (int r = 0; r < R; r++) {
         Back<T>& row = rows[r];
@@ -206,27 +212,29 @@ template <class M> struct ElementOfDx {
 
 // Pass 2: dx of a row.
 template <class M, class T, class Sink>
-NOINLINE Sink write_dx(const Back<T>& of, Columns columns, Sink sink) {
+NOINLINE void write_dx(const Back<T>& of, const Columns& columns, Sink& sink) {
     ElementOfDx<M> element(of);
+    const Columns at = columns;
+    Sink out = sink;
     const T* dy = of.dy;
     const T* x = of.x;
     const double* centered = of.centered;
     const double* g = of.g;
     auto write = [&](Index j, Index count) INLINE_LAMBDA {
         for (const T* from : {dy, x}) {
-            __builtin_prefetch(from + j + columns.ahead, 0, SECOND_LEVEL);
+            __builtin_prefetch(from + j + at.ahead, 0, SECOND_LEVEL);
             __builtin_prefetch(from + j + NEAR);
         }
         Lanes<LANES> v[1];
         if constexpr (KEPT<T>)
             v[0] = element(load<LANES>(centered + j, count), load<LANES>(g + j, count));
         else
-            v[0] = element(load<LANES>(dy + j, count), load<LANES>(x + j, count),
-                load<LANES>(columns.gamma + j));
-        sink(j, count, v, broadcast<LANES>(1.0));
+            v[0] = element(
+                load<LANES>(dy + j, count), load<LANES>(x + j, count), load<LANES>(at.gamma + j));
+        out(j, count, v, broadcast<LANES>(1.0));
     };
-    each_columns<LANES>(0, columns.n, write, is_behind(sink.to[0], dy) || is_behind(sink.to[0], x));
-    return sink;
+    each_columns<LANES>(0, at.n, write, is_behind(out.to[0], dy) || is_behind(out.to[0], x));
+    sink = out;
 }
 
 // Settles the failed registers of a row.

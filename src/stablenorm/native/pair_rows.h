@@ -355,7 +355,7 @@ struct ToCertain {
 };
 
 template <bool LAYER, bool NO_TAIL = false, class Sink>
-NOINLINE Sink write_y(const double* xs, const RowStats& of, Columns columns, Sink sink) {
+NOINLINE Sink write_y(const double* xs, const RowStats& of, const Columns& columns, Sink sink) {
     ElementOfXhat<LAYER> element(of);
     each_columns<P>(0, columns.n, [&](Index j, Index count) INLINE_LAMBDA {
         N x = load<P>(xs + j, count);

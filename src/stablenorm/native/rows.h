@@ -319,8 +319,12 @@ constexpr Index NEAR = 1024;
 
 // Pass 2 of the forward: y of R rows, with statistics r and on.
 template <class M, int R, class T, class Sink>
-NOINLINE Sink write_y(const T* const* rows, const Stats& of, int r, Columns columns, Sink sink) {
+NOINLINE void write_y(
+    const T* const* rows, const Stats& of, int r, const Columns& columns, Sink& sink) {
     constexpr int K = COLUMNS_OF_Y<T>;
+    // Local copies: stores of results might change what is behind a reference.
+    const Columns at = columns;
+    Sink out = sink;
     ElementOfY<M, K> element[R];
     const T* x[R];
     for (int i = 0; i < R; i++) {
@@ -328,19 +332,19 @@ NOINLINE Sink write_y(const T* const* rows, const Stats& of, int r, Columns colu
         x[i] = rows[i];
     }
     auto write = [&](Index j, Index count) INLINE_LAMBDA {
-        Lanes<K> gamma = load<K>(columns.gamma + j);
-        Lanes<K> beta = load<K>(columns.beta + j);
-        Lanes<K> size = M::NEAREST ? load<K>(columns.sizes + j) : gamma;
+        Lanes<K> gamma = load<K>(at.gamma + j);
+        Lanes<K> beta = load<K>(at.beta + j);
+        Lanes<K> size = M::NEAREST ? load<K>(at.sizes + j) : gamma;
         Lanes<K> v[R];
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) {
-            __builtin_prefetch(x[i] + j + columns.ahead, 0, SECOND_LEVEL);
+            __builtin_prefetch(x[i] + j + at.ahead, 0, SECOND_LEVEL);
             v[i] = element[i](load<K>(x[i] + j, count), gamma, beta);
         }
-        sink(j, count, v, size);
+        out(j, count, v, size);
     };
-    each_columns<K>(0, columns.n, write, is_behind(sink.to[0], x[0]));
-    return sink;
+    each_columns<K>(0, at.n, write, is_behind(out.to[0], x[0]));
+    sink = out;
 }
 
 // Settles the failed registers of a row, with x centered first.

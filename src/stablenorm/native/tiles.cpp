@@ -93,8 +93,10 @@ void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, i
         sink.bound[k] = bound_of_y(errors[k], spread, c.n, M);
         sink.failed[k] = {own.failed[k], 0};
     }
-    sink = near ? write_y<Near<LAYER>, R>(group.x + r, of, r, columns, sink)
-                : write_y<Far<LAYER>, R>(group.x + r, of, r, columns, sink);
+    if (near)
+        write_y<Near<LAYER>, R>(group.x + r, of, r, columns, sink);
+    else
+        write_y<Far<LAYER>, R>(group.x + r, of, r, columns, sink);
     for (int k = 0; k < R; k++) {
         auto settle_row = [&] {
             ElementOfY<Far<LAYER>, COLUMNS_OF_Y<T>> element(of, r + k);
@@ -149,15 +151,18 @@ struct PartSums {
     Errors worst;
 };
 
-template <class M, class T> Back<T> row_of_back(const Call& c, Index i, double* kept) {
-    Back<T> of = {(const T*)row_of(c.dy, i), (const T*)row_of(c.x, i), kept, kept + c.padded_n()};
+template <class M, class T>
+INLINE void begin_row(const Call& c, Index i, double* kept, Back<T>& of) {
+    of.dy = (const T*)row_of(c.dy, i);
+    of.x = (const T*)row_of(c.x, i);
+    of.centered = kept;
+    of.g = kept + c.padded_n();
     of.rstd = c.rstd[i];
     if (M::LAYER) {
         of.mean = c.mean[i];
         of.mean_lo = c.mean_lo[i];
         of.pivot = pivot_of(of.dy, c.wide_gamma, c.n);
     }
-    return of;
 }
 
 // Bounds the errors of a row. A hard row is marked, and zeros take its place in the sums.
@@ -176,21 +181,24 @@ void bound_row(const Call& c, const Own& own, Index i, Back<T>& of, Errors& wors
 }
 
 template <class M, class T>
-void write_fast(const Call& c, const Own& own, Index i, const Back<T>& of, Columns columns) {
+void write_fast(const Call& c, const Own& own, Index i, const Back<T>& of, const Columns& columns) {
     char* to = c.over ? (char*)own.low : row_of(c.y, i);
     if (c.staged) {
-        write_dx<M>(of, columns, Store<double, 1, false>{{own.high}});
+        Store<double, 1, false> sink = {{own.high}};
+        write_dx<M>(of, columns, sink);
         round_row_of_float64(c, own, i, to);
     } else
         by_past(c.past && !c.over, [&](auto past) {
-            write_dx<M>(of, columns, Store<T, 1, decltype(past)::value>{{(T*)to}});
+            Store<T, 1, decltype(past)::value> sink = {{(T*)to}};
+            write_dx<M>(of, columns, sink);
         });
     if (c.over) put_over_dy(c, i, to);
 }
 
 // Writes dx with the test of the first rung; returns whether it is certain.
 template <class M, class T>
-bool write_nearest(const Call& c, const Own& own, Index i, const Back<T>& of, Columns columns) {
+bool write_nearest(
+    const Call& c, const Own& own, Index i, const Back<T>& of, const Columns& columns) {
     T* dx = (T*)row_of(c.y, i);
     bool bounded = of.errors.are_bounded() && of.means.G < __builtin_inf();
     // All of g - m is 0, and so is dx.
@@ -201,7 +209,8 @@ bool write_nearest(const Call& c, const Own& own, Index i, const Back<T>& of, Co
     Draft<T> draft;
     by_past(c.past, [&](auto past) {
         Test<T, 1, decltype(past)::value> sink = {{dx}, {of.bound}, {{own.failed[0], 0}}};
-        draft = write_dx<M>(of, columns, sink).draft(0);
+        write_dx<M>(of, columns, sink);
+        draft = sink.draft(0);
     });
     return bounded && (draft.failed.count == 0 || settle_dx<M>(of, columns, draft));
 }
@@ -214,7 +223,7 @@ void backward_groups(const Call& c, const Own& own, Tile& rest, PartSums& sums) 
     auto begin = [&](Index top, int which) {
         for (int r = 0; r < R; r++) {
             Back<T>& of = groups[which][r];
-            of = row_of_back<M, T>(c, top + r, own.kept + (which * R + r) * 2 * c.padded_n());
+            begin_row<M>(c, top + r, own.kept + (which * R + r) * 2 * c.padded_n(), of);
             if constexpr (M::NEAREST) bound_row<M>(c, own, top + r, of, sums.worst);
         }
         pull<M, R>(groups[which], c.n, c.wide_gamma, sums.over);
@@ -252,7 +261,8 @@ void backward_parts(const Call& c, const Own& own, Tile tile, double* sums, Erro
     Index p = c.padded_n();
     double* of_dbeta = sums + c.words() * p;
     PartSums part = {{sums, of_dbeta, sums + 4 * p, sums + 5 * p}, {0, 0}};
-    memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
+    for (double* high : {sums, of_dbeta})
+        if (c.words() == 2) memset(high + p, 0, (size_t)p * sizeof(double));
     for (Index top = tile.first; top < tile.stop; top += most) {
         if (top > tile.first) {
             part.over.dgamma = own.part;
@@ -280,7 +290,6 @@ template <class M, class T> void backward(const Call& c, const Own& own, Index n
         // leaving them out would take a second version of the loop.
         Index p = c.padded_n();
         double* part = own.part;
-        memset(part, 0, (size_t)(4 * p) * sizeof(double));
         PartSums unwanted = {{part, part + p, part + 2 * p, part + 3 * p}, {0, 0}};
         backward_part<M, T>(c, own, tile, unwanted);
     }
