@@ -220,20 +220,20 @@ NOINLINE void write_dx(const Back<T>& of, const Columns& columns, Sink& sink) {
     const T* x = of.x;
     const double* centered = of.centered;
     const double* g = of.g;
-    auto write = [&](Index j, Index count) INLINE_LAMBDA {
+    auto compute = [&](Index j, Index count, Lanes<LANES>* v) INLINE_LAMBDA {
         for (const T* from : {dy, x}) {
             __builtin_prefetch(from + j + at.ahead, 0, SECOND_LEVEL);
             __builtin_prefetch(from + j + NEAR);
         }
-        Lanes<LANES> v[1];
         if constexpr (KEPT<T>)
-            v[0] = element(load<LANES>(centered + j, count), load<LANES>(g + j, count));
+            *v = element(load<LANES>(centered + j, count), load<LANES>(g + j, count));
         else
-            v[0] = element(
+            *v = element(
                 load<LANES>(dy + j, count), load<LANES>(x + j, count), load<LANES>(at.gamma + j));
-        out(j, count, v, broadcast<LANES>(1.0));
+        return broadcast<LANES>(1.0);
     };
-    each_columns<LANES>(0, at.n, write, is_behind(out.to[0], dy) || is_behind(out.to[0], x));
+    bool reversed = is_behind(out.to[0], dy) || is_behind(out.to[0], x);
+    write_columns<LANES>(at.n, reversed, out, compute);
     sink = out;
 }
 

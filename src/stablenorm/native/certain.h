@@ -138,7 +138,7 @@ INLINE Register<int64_t, W> between(Lanes<L, W> most, Lanes<L, W> least) {
     if constexpr (DIGITS<To> == 11) {
         Lanes<L, W> size = magnitude(most);
         I small = {};
-        EACH small |= (I)size.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
+        for (auto& lanes : size.v) small |= (I)lanes - (I)broadcast<W, W>(0x1p-14).v[0];
         all |= small & INT64_MIN;
     }
     return all;

@@ -46,7 +46,7 @@ INLINE void store_pair(double* p, Index apart, Pairs a) {
     store(p, a.high);
     store(p + apart, a.low);
 }
-INLINE Pairs first(Pairs a, Index count) { return {::first(a.high, count), ::first(a.low, count)}; }
+INLINE Pairs first(Pairs a, Index count) { return {first(a.high, count), first(a.low, count)}; }
 
 // The statistics of a row: mean + mean_lo + mean_tail, rstd, and `spread`, at least the root mean
 // square of xhat. `center`: the mean, if it is known to be a number of the row itself, exactly:
@@ -79,26 +79,22 @@ template <class Add, class... Sums> INLINE void add_columns(Index n, Add add, Su
     }
 }
 
-// Two sums along each row of a group: the forward's moments, or mean(g - m) and the slope. Their
-// lanes are added up by halves, as in lanes.h: `put` does so for one row, to the lanes of one
-// register; `total` for all rows of the group at once, a row in each lane.
+// Two sums along each row of a group: the forward's moments, or mean(g - m) and the slope. `put`
+// sets those of a row; `total` adds up their lanes by halves, as in lanes.h, for all rows of the group
+// at once, a row in each lane.
 struct Sums {
-    double lanes[2][2][WIDEST][GROUP];  // which sum, high or low
+    double lanes[2][2][P][GROUP];  // which sum, high or low
     INLINE void put(int which, int r, Pairs a) {
-        Pair<Lanes<WIDEST>> part[P / WIDEST];
-        for (int i = 0; i < P / WIDEST; i++) part[i] = {{a.high.v[i]}, {a.low.v[i]}};
-        for (int half = P / WIDEST / 2; half; half /= 2)
-            for (int i = 0; i < half; i++) part[i] = part[i] + part[i + half];
-        for (int i = 0; i < WIDEST; i++) {
-            lanes[which][0][i][r] = part[0].high.v[0][i];
-            lanes[which][1][i][r] = part[0].low.v[0][i];
+        for (int i = 0; i < P; i++) {
+            lanes[which][0][i][r] = a.high.v[i / WIDEST][i % WIDEST];
+            lanes[which][1][i][r] = a.low.v[i / WIDEST][i % WIDEST];
         }
     }
     INLINE Pairs total(int which) const {
         const auto& of = lanes[which];
-        Pairs a[WIDEST];
-        for (int i = 0; i < WIDEST; i++) a[i] = {load<GROUP>(of[0][i]), load<GROUP>(of[1][i])};
-        for (int half = WIDEST / 2; half; half /= 2)
+        Pairs a[P];
+        for (int i = 0; i < P; i++) a[i] = {load<GROUP>(of[0][i]), load<GROUP>(of[1][i])};
+        for (int half = P / 2; half; half /= 2)
             for (int i = 0; i < half; i++) a[i] = a[i] + a[i + half];
         return settled(a[0]);
     }
@@ -305,10 +301,7 @@ template <bool LAYER> struct ElementOfXhat {
     }
     static INLINE N shared(N size, N x, N center) {
         N part = LAYER ? size : broadcast<P>(0x1p-100) * size;
-        for (int i = 0; i < N::REGISTERS_OF; i++)
-            part.v[i] = (Register<double, WIDEST>)((Register<int64_t, WIDEST>)part.v[i] &
-                                                   (x.v[i] != center.v[i]));
-        return part;
+        return part.where([&](int i) INLINE_LAMBDA { return x.v[i] != center.v[i]; });
     }
 };
 
@@ -345,8 +338,8 @@ struct ToCertain {
         N most = v.high + (v.low + error);
         N least = v.high + (v.low - error);
         if (count < P) {
-            most = ::first(most, count);
-            least = ::first(least, count);
+            most = first(most, count);
+            least = first(least, count);
         }
         uncertified |= differences(most, least);
         // An exact zero is +0.

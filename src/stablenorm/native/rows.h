@@ -228,24 +228,26 @@ template <class To> struct Draft {
 };
 
 // Sinks take registers of R rows: their results v for columns j to j + count, of errors at most the
-// bound of the row times `size`. Store rounds and writes; PAST: with non-temporal stores.
-template <class To, int R, bool PAST> struct Store {
+// bound of the row times `size`. Store rounds and writes; `past`: with non-temporal stores.
+template <class To, int R> struct Store {
     To* to[R];
+    bool past = false;
     template <int K>
-    INLINE void operator()(Index j, Index count, const Lanes<K> (&v)[R], Lanes<K>) {
-        for (int r = 0; r < R; r++) store<PAST>(to[r] + j, v[r], count);
+    INLINE void operator()(Index j, Index count, const Lanes<K> (&v)[R], Lanes<K>, bool past) {
+        for (int r = 0; r < R; r++) store(to[r] + j, v[r], count, past);
     }
 };
 
 // Tests as well, by the bounds, all rows of a register at once: n = 4096, two rows, 0.39 ns an
 // element; one by one 0.42. Parts of registers fail without a test.
-template <class To, int R, bool PAST> struct Test {
+template <class To, int R> struct Test {
     To* to[R];
+    bool past = false;
     double bound[R];
     Failed failed[R];
     Draft<To> draft(int r) const { return {to[r], failed[r]}; }
     template <int K>
-    INLINE void operator()(Index j, Index count, const Lanes<K> (&v)[R], Lanes<K> size) {
+    INLINE void operator()(Index j, Index count, const Lanes<K> (&v)[R], Lanes<K> size, bool past) {
         using Bits = Register<int64_t, WIDEST>;
         Bits bits[R];
         Bits all = {};
@@ -258,9 +260,27 @@ template <class To, int R, bool PAST> struct Test {
             for (int r = 0; r < R; r++)
                 if (count < K || may_differ<To, WIDEST>(bits[r]))
                     failed[r].at[failed[r].count++] = j;
-        for (int r = 0; r < R; r++) store<PAST>(to[r] + j, v[r], count);
+        for (int r = 0; r < R; r++) store(to[r] + j, v[r], count, past);
     }
 };
+
+// Writes rows: compute(j, count, v) sets the results of a register of each, and returns the sizes of
+// their errors. `reversed`: from the end. Stores past the caches have a loop of their own.
+template <int K, template <class, int> class Sink, class To, int R, class Compute>
+INLINE void write_columns(Index n, bool reversed, Sink<To, R>& out, Compute compute) {
+    auto loop = [&](auto past) INLINE_LAMBDA {
+        auto write = [&](Index j, Index count) INLINE_LAMBDA {
+            Lanes<K> v[R];
+            Lanes<K> size = compute(j, count, v);
+            out(j, count, v, size, past.value);
+        };
+        each_columns<K>(0, n, write, reversed);
+    };
+    if (out.past)
+        loop(std::true_type{});
+    else
+        loop(std::false_type{});
+}
 
 // The second step of the test: computes the failed registers of a row again, writes them, and tests
 // each element by its own bound. Returns whether it certifies all. value_of(j, count, v) sets v, the
@@ -331,19 +351,17 @@ NOINLINE void write_y(
         element[i] = {of, r + i};
         x[i] = rows[i];
     }
-    auto write = [&](Index j, Index count) INLINE_LAMBDA {
+    auto compute = [&](Index j, Index count, Lanes<K>* v) INLINE_LAMBDA {
         Lanes<K> gamma = load<K>(at.gamma + j);
         Lanes<K> beta = load<K>(at.beta + j);
-        Lanes<K> size = M::NEAREST ? load<K>(at.sizes + j) : gamma;
-        Lanes<K> v[R];
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) {
             __builtin_prefetch(x[i] + j + at.ahead, 0, SECOND_LEVEL);
             v[i] = element[i](load<K>(x[i] + j, count), gamma, beta);
         }
-        out(j, count, v, size);
+        return M::NEAREST ? load<K>(at.sizes + j) : gamma;
     };
-    each_columns<K>(0, at.n, write, is_behind(out.to[0], x[0]));
+    write_columns<K>(at.n, is_behind(out.to[0], x[0]), out, compute);
     sink = out;
 }
 

@@ -25,14 +25,6 @@ template <class F> INLINE void each_two(int count, F f) {
     for (; r < count; r++) f(r, std::integral_constant<int, 1>{});
 }
 
-// Calls f(past), which tells by its type whether stores go past the caches.
-template <class F> INLINE void by_past(bool past, F f) {
-    if (past)
-        f(std::true_type{});
-    else
-        f(std::false_type{});
-}
-
 template <int R, class To> void point_at(const Rows& a, Index i, To* (&to)[R]) {
     for (int r = 0; r < R; r++) to[r] = (To*)row_of(a, i + r);
 }
@@ -54,18 +46,17 @@ template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, 
         for (int r = 0; r < group.count; r++) keep_statistics(c, group, r);
         // y of another type than x.
         for (int r = 0; r < group.count && c.staged; r++) {
-            Store<double, 1, false> sink = {{own.high}};
+            Store<double, 1> sink = {{own.high}};
             write_y<M, 1>(group.x + r, group.of, r, columns, sink);
             round_row_of_float64(c, own, group.top + r, row_of(c.y, group.top + r));
         }
         if (c.staged) return;
         each_two(group.count, [&](int r, auto rows) {
-            by_past(c.past, [&](auto past) {
-                constexpr int R = decltype(rows)::value;
-                Store<T, R, decltype(past)::value> sink;
-                point_at(c.y, group.top + r, sink.to);
-                write_y<M, R>(group.x + r, group.of, r, columns, sink);
-            });
+            constexpr int R = decltype(rows)::value;
+            Store<T, R> sink;
+            sink.past = c.past;
+            point_at(c.y, group.top + r, sink.to);
+            write_y<M, R>(group.x + r, group.of, r, columns, sink);
         });
     };
     each_group<T, Stats>(c, own, tile, measure, write);
@@ -73,12 +64,13 @@ template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, 
 
 // Writes R rows, from row r of a group on, with the test of the first rung. Marks those that it does
 // not certify.
-template <bool LAYER, int R, bool PAST, class T>
+template <bool LAYER, int R, class T>
 void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, int r) {
     Columns columns = columns_of<T>(c, c.step);
     const Stats& of = group.of;
     Errors errors[R];
-    Test<T, R, PAST> sink;
+    Test<T, R> sink;
+    sink.past = c.past;
     point_at(c.y, group.top + r, sink.to);
     // Rows of a group are usually alike: let the first decide.
     bool near = !is_far(magnitude(of.mean[0]) * of.rstd[0]);
@@ -114,9 +106,7 @@ template <bool LAYER, class T> void forward_nearest(const Call& c, const Own& ow
     auto write = [&](const Group<T, Stats>& group) {
         for (int r = 0; r < group.count; r++) keep_statistics(c, group, r);
         each_two(group.count, [&](int r, auto rows) {
-            by_past(c.past, [&](auto past) {
-                write_tested<LAYER, decltype(rows)::value, decltype(past)::value>(c, own, group, r);
-            });
+            write_tested<LAYER, decltype(rows)::value>(c, own, group, r);
         });
     };
     each_group<T, Stats>(c, own, tile, measure, write);
@@ -184,14 +174,13 @@ template <class M, class T>
 void write_fast(const Call& c, const Own& own, Index i, const Back<T>& of, const Columns& columns) {
     char* to = c.over ? (char*)own.low : row_of(c.y, i);
     if (c.staged) {
-        Store<double, 1, false> sink = {{own.high}};
+        Store<double, 1> sink = {{own.high}};
         write_dx<M>(of, columns, sink);
         round_row_of_float64(c, own, i, to);
-    } else
-        by_past(c.past && !c.over, [&](auto past) {
-            Store<T, 1, decltype(past)::value> sink = {{(T*)to}};
-            write_dx<M>(of, columns, sink);
-        });
+    } else {
+        Store<T, 1> sink = {{(T*)to}, c.past && !c.over};
+        write_dx<M>(of, columns, sink);
+    }
     if (c.over) put_over_dy(c, i, to);
 }
 
@@ -206,13 +195,9 @@ bool write_nearest(
         memset(dx, 0, (size_t)c.n * sizeof(T));
         return true;
     }
-    Draft<T> draft;
-    by_past(c.past, [&](auto past) {
-        Test<T, 1, decltype(past)::value> sink = {{dx}, {of.bound}, {{own.failed[0], 0}}};
-        write_dx<M>(of, columns, sink);
-        draft = sink.draft(0);
-    });
-    return bounded && (draft.failed.count == 0 || settle_dx<M>(of, columns, draft));
+    Test<T, 1> sink = {{dx}, c.past, {of.bound}, {{own.failed[0], 0}}};
+    write_dx<M>(of, columns, sink);
+    return bounded && (sink.failed[0].count == 0 || settle_dx<M>(of, columns, sink.draft(0)));
 }
 
 // Does R rows at a time from the first of `rest` on, while there are as many.
