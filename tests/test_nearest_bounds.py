@@ -192,13 +192,3 @@ def test_certain_results_round_alike_within_their_bound(kind, dtype, rng, steps)
         certain += (marks[:, :n] == 0).sum(axis=1)
     assert (n // 4 < certain).all()
     assert (certain < 3 * n).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_result_that_is_its_bound_above_a_midpoint_rounds_up(kind, rng, steps):
-    """The kernels write dx less its bound: that may be a midpoint, which rounds to even."""
-    n, tried = 16384, np.zeros(2, np.int64)
-    x, dy = rng.standard_normal((2, n)).astype(np.float32)
-    steps("try_midpoints", int(kind == "layer"), dy, x, n, rng.standard_normal(n + 64), tried)
-    assert tried[0] > 20
-    assert tried[1] == 0

@@ -127,14 +127,7 @@ INLINE double magnitude(double a) { return __builtin_fabs(a); }
 
 // ---- memory ----
 
-// Loads m columns of a row, a constant L or the last ones: through a copy, so that nothing behind the
-// row is read.
-template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m = L) {
-    if (!__builtin_constant_p(m) || m != L) {
-        T copy[L] = {};
-        memcpy(copy, p, (size_t)m * sizeof(T));
-        return load<L, W>(copy);
-    }
+template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p) {
     Lanes<L, W> a;
     for (int i = 0; i < L / W; i++) {
         if constexpr (sizeof(T) == 8)
@@ -143,6 +136,14 @@ template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, In
             a.v[i] = Vector<W>::from(p + i * W);
     }
     return a;
+}
+// Loads m columns of a row, a constant L or the last ones: through a copy, so that nothing behind the
+// row is read.
+template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
+    if (__builtin_constant_p(m) && m == L) return load<L, W>(p);
+    T copy[L] = {};
+    memcpy(copy, p, (size_t)m * sizeof(T));
+    return load<L, W>(copy);
 }
 
 // ---- rounding ----
@@ -192,16 +193,8 @@ template <class T, int W> INLINE H16 rounded_sixteen(Lanes<16, W> a, const T* p)
     return rounded(Vector<W>::singles(a.v), Vector<W>::singles(a.v + 8 / W), p);
 }
 
-// Rounds once, to nearest even, and stores m columns of a row, a constant L or the last ones; `past`:
-// with non-temporal stores.
-template <int L, int W, class T>
-INLINE void store(T* p, Lanes<L, W> a, Index m = L, bool past = false) {
-    if (!__builtin_constant_p(m) || m != L) {
-        T copy[L];
-        store(copy, a);
-        memcpy(p, copy, (size_t)m * sizeof(T));
-        return;
-    }
+// Rounds once, to nearest even, and stores; `past`: with non-temporal stores.
+template <int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a, bool past = false) {
     auto put = [=](void* to, const auto& v) INLINE_LAMBDA { past ? stream(to, v) : write(to, v); };
     if constexpr (sizeof(T) == 8) {
         for (int i = 0; i < L / W; i++) put(p + i * W, a.v[i]);
@@ -216,6 +209,15 @@ INLINE void store(T* p, Lanes<L, W> a, Index m = L, bool past = false) {
         static_assert(L == 16);
         put(p, rounded_sixteen(a, p));
     }
+}
+
+// Stores m columns of a row, a constant L or the last ones.
+template <int L, int W, class T>
+INLINE void store(T* p, Lanes<L, W> a, Index m, bool past = false) {
+    if (__builtin_constant_p(m) && m == L) return store(p, a, past);
+    T copy[L];
+    store(copy, a);
+    memcpy(p, copy, (size_t)m * sizeof(T));
 }
 
 // ---- columns ----
