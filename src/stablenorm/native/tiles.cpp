@@ -69,6 +69,7 @@ void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, i
     Columns columns = columns_of<T>(c, c.step);
     const Stats& of = group.of;
     Errors errors[R];
+    static_assert(R <= sizeof own.failed / sizeof *own.failed, "a row needs a list");
     Test<T, R> sink;
     sink.past = c.past;
     point_at(c.y, group.top + r, sink.to);
