@@ -84,41 +84,36 @@ template <int R, class N> struct AlongRows {
     }
 };
 
-// Computes xhat and g - m of a register of columns of row r, and adds them to the sums. Row
-// constants are local copies, since the compiler must assume that stores to dgamma change a struct:
-// 0.46 ns an element, without copies 0.66.
-template <class M, class T> struct ElementOfPull {
-    using N = LanesOfPull<M::NEAREST>;
-    static constexpr int K = LANES_OF_PULL<M::NEAREST>;
-    static constexpr int W = K / N::REGISTERS_OF;
+// A row of pass 1. Its constants are local copies, since the compiler must assume that stores to
+// dgamma change a struct: 0.46 ns an element, without copies 0.66.
+template <class M, class T> struct RowOfPull {
+    using V = LanesOfPull<M::NEAREST>;
     const T* dy;
     const T* x;
     double* centered;
     double* g;
-    N mean, rstd, constant, minus_pivot;
-    INLINE ElementOfPull() {}
-    INLINE ElementOfPull(const Back<T>& row)
-        : dy(row.dy),
-          x(row.x),
-          centered(row.centered),
-          g(row.g),
-          mean(broadcast<K, W>(row.mean)),
-          rstd(broadcast<K, W>(row.rstd)),
-          constant(broadcast<K, W>(constant_of<M::CENTER>(row.mean, row.mean_lo, row.rstd))),
-          minus_pivot(broadcast<K, W>(-row.pivot)) {}
+    V minus_pivot;
+    ElementOfXhat<M, V> element;
+    INLINE RowOfPull() {}
+    INLINE RowOfPull(const Back<T>& of)
+        : dy(of.dy),
+          x(of.x),
+          centered(of.centered),
+          g(of.g),
+          minus_pivot(V::all(-of.pivot)),
+          element(of.mean, of.mean_lo, of.rstd) {}
 };
 
 // Sums along R rows; dy and dy * xhat are added to the sums over rows, which FIRST begins.
 template <class M, int R, bool FIRST, class T>
 NOINLINE auto sums_of(
     const Back<T>* rows, Index n, const double* __restrict gammas, OverRows over) {
-    using Element = ElementOfPull<M, T>;
-    using N = typename Element::N;
-    constexpr int K = Element::K;
-    constexpr int W = Element::W;
+    using N = LanesOfPull<M::NEAREST>;
+    constexpr int K = LANES_OF_PULL<M::NEAREST>;
+    constexpr int W = K / N::REGISTERS_OF;
     constexpr Index block = BLOCK<M::NEAREST, RUN_BACK * K>;
     Blocks<M::NEAREST, AlongRows<R, N>> blocks;
-    Element row[R];
+    RowOfPull<M, T> row[R];
     for (int r = 0; r < R; r++) row[r] = rows[r];
     for (Index start = 0; start < n; start += block) {
         AlongRows<R, N> along = {};
@@ -136,9 +131,8 @@ NOINLINE auto sums_of(
             for (int r = 0; r < R; r++) {
                 N dy = load<K, W>(row[r].dy + j, count);
                 N x = load<K, W>(row[r].x + j, count);
-                N centered = M::CENTER ? x - row[r].mean : x;
-                N xhat =
-                    M::LAYER ? fma(centered, row[r].rstd, row[r].constant) : centered * row[r].rstd;
+                N centered = row[r].element.centered(x);
+                N xhat = row[r].element.scaled(centered);
                 N g = M::LAYER ? fma(dy, gamma, row[r].minus_pivot) : dy * gamma;  // u |g - m|
                 if (KEPT<T>) {
                     store(row[r].centered + j, centered);
@@ -191,22 +185,21 @@ INLINE void pull(Back<T>* rows, Index n, const double* gamma, OverRows& over) {
 // Computes dx of a register of columns: rstd * (g - m) + (x - mean) * p + q, or with x * p: the
 // equation of rows.h multiplied out, p = -slope * rstd**2. Its error: errors_of_dx.
 template <class M> struct ElementOfDx {
-    Lanes<LANES> mean, rstd, minus_pivot, p, q;
+    using V = Lanes<LANES>;
+    ElementOfXhat<M, V> xhat;
+    V minus_pivot, p, q;
     template <class T>
-    INLINE explicit ElementOfDx(const Back<T>& of)
-        : mean(broadcast<LANES>(of.mean)),
-          rstd(broadcast<LANES>(of.rstd)),
-          minus_pivot(broadcast<LANES>(-of.pivot)),
-          p(broadcast<LANES>(-of.means.slope * of.rstd * of.rstd)),
-          q(broadcast<LANES>(-(of.means.mean + of.means.slope * constant_of<M::CENTER>(
-                                                                    of.mean, of.mean_lo, of.rstd)) *
-                             of.rstd)) {}
-    INLINE Lanes<LANES> operator()(Lanes<LANES> centered, Lanes<LANES> g) const {
-        return fma(centered, p, M::LAYER ? fma(g, rstd, q) : g * rstd);
+    INLINE explicit ElementOfDx(const Back<T>& of) : xhat(of.mean, of.mean_lo, of.rstd) {
+        double constant = xhat.constant_of(of.mean, of.mean_lo, of.rstd);
+        minus_pivot = V::all(-of.pivot);
+        p = V::all(-of.means.slope * of.rstd * of.rstd);
+        q = V::all(-(of.means.mean + of.means.slope * constant) * of.rstd);
     }
-    INLINE Lanes<LANES> operator()(Lanes<LANES> dy, Lanes<LANES> x, Lanes<LANES> gamma) const {
-        return (*this)(
-            M::CENTER ? minus(x, mean) : x, M::LAYER ? fma(dy, gamma, minus_pivot) : dy * gamma);
+    INLINE V operator()(V centered, V g) const {
+        return fma(centered, p, M::LAYER ? fma(g, xhat.rstd, q) : g * xhat.rstd);
+    }
+    INLINE V operator()(V dy, V x, V gamma) const {
+        return (*this)(xhat.centered(x), M::LAYER ? fma(dy, gamma, minus_pivot) : dy * gamma);
     }
 };
 
@@ -244,7 +237,7 @@ NOINLINE bool settle_dx(const Back<T>& of, const Columns& columns, const Draft<T
     auto value_of = [&](Index j, Index count, Lanes<LANES>& v) INLINE_LAMBDA {
         Lanes<LANES> x = load<LANES>(of.x + j, count);
         v = element(load<LANES>(of.dy + j, count), x, load<LANES>(columns.gamma + j));
-        Lanes<LANES> xhat = (M::LAYER ? x - element.mean : x) * element.rstd;
+        Lanes<LANES> xhat = (M::LAYER ? x - element.xhat.mean : x) * element.xhat.rstd;
         return bounds_of_dx<M::LAYER>(of.of_dx, v, xhat);
     };
     return settle<LANES>(row, columns.n, value_of);

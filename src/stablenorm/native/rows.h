@@ -17,10 +17,11 @@
 // (types.py has the figures).
 //
 // Backward (back_rows.h). The pivot m, of four g = gamma * dy the one of least magnitude, is
-// subtracted from g, so that g - m is 0 where g is constant. Pass 1 (`pull`) sums A = mean(g - m)
-// and the slope B = mean((g - m) * xhat). The equation has B = mean((g - mean(g)) * xhat), which is
-// the same, since mean(xhat) = 0; certain.h counts the error A mean(xhat), as xhat is rounded. Pass
-// 2 (`write_dx`) writes dx = rstd * ((g - m) - A - xhat * B). RMS norm: k = d = m = A = 0.
+// subtracted from g, so that g - m is 0 where g is constant. Pass 1 (`pull`) sums mean(g - m) and
+// slope = mean((g - m) * xhat). The equation has mean((g - mean(g)) * xhat), which is the same, as
+// mean(xhat) = 0; certain.h counts the error mean(g - m) mean(xhat) of the rounded xhat. Pass 2
+// (`write_dx`) writes dx = rstd * ((g - m) - mean(g - m) - xhat * slope). RMS norm: k, d, m and
+// mean(g - m) are 0.
 //
 // Errors, u = 2**-53: a term of a sum along a row goes through at most H = 1024 / 16 + n / 1024 + 4
 // additions (blocks of 1024, 16 lanes), in the backward 1024 / 4 + n / 1024 + 2 (4 lanes). NEAREST
@@ -301,25 +302,26 @@ INLINE bool settle(const Draft<To>& row, Index n, Value value_of) {
     return !differ;
 }
 
-// The constant term of xhat: xhat is x * rstd or, CENTER, (x - mean) * rstd, plus this.
-template <bool CENTER> INLINE double constant_of(double mean, double mean_lo, double rstd) {
-    return CENTER ? -mean_lo * rstd : fma(-mean, rstd, -mean_lo * rstd);
-}
-
-// Computes y of a register of columns.
-template <class M, int K> struct ElementOfY {
-    Lanes<K> mean, rstd, constant;
-    INLINE ElementOfY() {}
-    INLINE ElementOfY(const Stats& of, int r)
-        : mean(broadcast<K>(of.mean[r])),
-          rstd(broadcast<K>(of.rstd[r])),
-          constant(broadcast<K>(constant_of<M::CENTER>(of.mean[r], of.mean_lo[r], of.rstd[r]))) {}
-    INLINE Lanes<K> operator()(Lanes<K> x, Lanes<K> gamma, Lanes<K> beta) const {
-        Lanes<K> c = M::CENTER ? minus(x, mean) : x;
-        Lanes<K> xhat = M::LAYER ? fma(c, rstd, constant) : c * rstd;  // a |xhat| + b
-        return fma(xhat, gamma, beta);  // a |gamma xhat| + b |gamma| + u |y|
+// Computes xhat of a register of columns: x * rstd or, CENTER, (x - mean) * rstd, and a constant.
+template <class M, class V> struct ElementOfXhat {
+    V mean, rstd, constant;
+    INLINE ElementOfXhat() {}
+    INLINE ElementOfXhat(double mean, double mean_lo, double rstd)
+        : mean(V::all(mean)),
+          rstd(V::all(rstd)),
+          constant(V::all(constant_of(mean, mean_lo, rstd))) {}
+    static INLINE double constant_of(double mean, double mean_lo, double rstd) {
+        return M::CENTER ? -mean_lo * rstd : fma(-mean, rstd, -mean_lo * rstd);
     }
+    INLINE V centered(V x) const { return M::CENTER ? minus(x, mean) : x; }
+    // Its error is a |xhat| + b.
+    INLINE V scaled(V centered) const {
+        return M::LAYER ? fma(centered, rstd, constant) : centered * rstd;
+    }
+    // Its error is a |gamma xhat| + b |gamma| + u |y|.
+    INLINE V y(V x, V gamma, V beta) const { return fma(scaled(centered(x)), gamma, beta); }
 };
+template <class M, class T> using ElementOfY = ElementOfXhat<M, Lanes<COLUMNS_OF_Y<T>>>;
 
 // True if the results lie up to 1023 bytes behind the inputs, modulo 4096. A load waits for an
 // earlier store whose address agrees in the last 12 bits, so such a row is written from its end:
@@ -345,10 +347,10 @@ NOINLINE void write_y(
     // Local copies: stores of results might change what is behind a reference.
     const Columns at = columns;
     Sink out = sink;
-    ElementOfY<M, K> element[R];
+    ElementOfY<M, T> element[R];
     const T* x[R];
     for (int i = 0; i < R; i++) {
-        element[i] = {of, r + i};
+        element[i] = {of.mean[r + i], of.mean_lo[r + i], of.rstd[r + i]};
         x[i] = rows[i];
     }
     auto compute = [&](Index j, Index count, Lanes<K>* v) INLINE_LAMBDA {
@@ -357,7 +359,7 @@ NOINLINE void write_y(
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) {
             __builtin_prefetch(x[i] + j + at.ahead, 0, SECOND_LEVEL);
-            v[i] = element[i](load<K>(x[i] + j, count), gamma, beta);
+            v[i] = element[i].y(load<K>(x[i] + j, count), gamma, beta);
         }
         return M::NEAREST ? load<K>(at.sizes + j) : gamma;
     };
@@ -367,13 +369,13 @@ NOINLINE void write_y(
 
 // Settles the failed registers of a row, with x centered first.
 template <bool LAYER, class T, class To>
-NOINLINE bool settle_y(const T* x, const ElementOfY<Far<LAYER>, COLUMNS_OF_Y<T>>& element,
-    const Columns& columns, Errors errors, const Draft<To>& row) {
+NOINLINE bool settle_y(const T* x, const ElementOfY<Far<LAYER>, T>& element, const Columns& columns,
+    Errors errors, const Draft<To>& row) {
     constexpr int K = COLUMNS_OF_Y<T>;
     auto value_of = [&](Index j, Index count, Lanes<K>& v) INLINE_LAMBDA {
         Lanes<K> gamma = load<K>(columns.gamma + j);
         Lanes<K> beta = load<K>(columns.beta + j);
-        v = element(load<K>(x + j, count), gamma, beta);
+        v = element.y(load<K>(x + j, count), gamma, beta);
         return bounds_of_y(errors, v, gamma, beta);
     };
     return settle<K>(row, columns.n, value_of);

@@ -92,7 +92,7 @@ void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, i
         write_y<Far<LAYER>, R>(group.x + r, of, r, columns, sink);
     for (int k = 0; k < R; k++) {
         auto settle_row = [&] {
-            ElementOfY<Far<LAYER>, COLUMNS_OF_Y<T>> element(of, r + k);
+            ElementOfY<Far<LAYER>, T> element(of.mean[r + k], of.mean_lo[r + k], of.rstd[r + k]);
             return settle_y<LAYER>(group.x[r + k], element, columns, errors[k], sink.draft(k));
         };
         bool certain = errors[k].are_bounded() && (sink.failed[k].count == 0 || settle_row());
