@@ -196,11 +196,11 @@ def tensors(kernel, grid, values):
     rows, n = values["rows"], values["n"]
     if values["out"] and values["out"] in (values["x"], values["dy"]):
         return []
-    x, dy, gamma, beta = (parse(name).itemsize for name in kernel[1:5])
+    x, gamma, beta = (parse(name).itemsize for name in (kernel.x, kernel.gamma, kernel.beta))
     statistics = WRITE if kernel.forward else READ
     regions = []
-    for name, size, rights in (("x", x, READ), ("dy", dy, READ), ("out", x, WRITE)):
-        begin, pitch, width = values[name], values[f"{name}_stride"] * size, n * size
+    for name, rights in (("x", READ), ("dy", READ), ("out", WRITE)):
+        begin, pitch, width = values[name], values[f"{name}_stride"] * x, n * x
         if pitch == width:
             regions.append(Tensor(name, begin, rows * width, rights))
         else:

@@ -1,6 +1,7 @@
 """`stablenorm run`, `diagnose`, `bench`, costs: no false alarm, missed mistake, half-written file, untrue figure."""
 
 import html
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from stablenorm import backends, cost, layer_norm, layer_norm_forward, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main, story
+from stablenorm.cli.parts import print_lines
 from stablenorm.memory import set_idle_limit
 from stablenorm.testing import near_midpoints
 from stablenorm.testing.plain import plain_backward, plain_forward
@@ -231,6 +233,20 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert (out[:17], err) == ("usage: stablenorm", "")
     assert re.search(rf"^    {command}\b", out, re.MULTILINE)
+
+
+def test_a_terminal_shows_the_verdict_bold_and_coloured(capsys, monkeypatch):
+    plain = "FAIL: dx\nbeta  PASS\n"
+    for terminal, no_color in itertools.product([False, True], repeat=2):
+        monkeypatch.setattr(sys.stdout, "isatty", partial(bool, terminal))
+        monkeypatch.setenv("NO_COLOR", "1")
+        if not no_color:
+            monkeypatch.delenv("NO_COLOR")
+        print_lines("beta  PASS", bold="FAIL: dx\n")
+        shown = capsys.readouterr().out
+        assert re.sub("\x1b.[0-9]*m", "", shown) == plain
+        assert ("\x1b[1m\x1b[31mFAIL\x1b[39m: dx\x1b[22m" in shown) == (terminal and not no_color)
+        assert (shown == plain) != (terminal and not no_color)
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -19,7 +19,9 @@ from stablenorm.testing.families import Case
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 ROOT = Path(__file__).parents[1]
-HEAVY = "torch tensorflow jax autograd cupy dask distributed matplotlib rich sympy scipy thinc onnxruntime"
+HEAVY = (
+    "torch tensorflow jax autograd cupy dask distributed matplotlib sympy scipy thinc onnxruntime"
+)
 
 
 def test_importing_and_ordinary_calls_load_nothing_heavy():

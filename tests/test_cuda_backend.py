@@ -20,7 +20,7 @@ from stablenorm.cuda import driver
 from stablenorm.cuda.plan import choose_kernel
 
 F32 = np.dtype(np.float32)
-KERNEL = choose_kernel(6, F32, None, F32, F32)
+KERNEL = choose_kernel(6, True, F32, F32, F32)
 
 
 def forward_of_ones(*shape):
@@ -252,7 +252,7 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
     cupy.cuda.runtime.driverGetVersion = lambda: 13000
     # No more blocks than fit all 132 multiprocessors.
     for rows, grid in ((1, 1), (1 << 20, 2 * 132)):
-        plan = cuda.find_plan(0, rows, 6, True, F32, None, F32, F32)
+        plan = cuda.find_plan(0, rows, 6, True, True, F32, F32, F32)
         assert plan[:3] == (KERNEL, function, grid)
     assert driver.load(0, KERNEL) is driver.load(0, KERNEL)
     module.load.assert_called_once_with((KERNEL.defines, "90"))

@@ -31,29 +31,27 @@ F16, BF16, F32, F64 = (form.dtype for form in FORMATS)
 # Registers of a multiprocessor, of every architecture compiled for here (CUDA programming guide,
 # table of technical specifications).
 REGISTERS = 65536
-# Half a second each: per dtype of x, of dy (None: a forward) and architecture the lengths at the edges of
+# Half a second each: per direction (True: a forward), dtype and architecture the lengths at the edges of
 # the plan's table, where a thread holds most: lanes, a warp, warps of three kinds, columns in a loop.
 EDGES = {
-    (BF16, BF16, 90): (8, 64, 768, 776, 2048, 4095, 4096, 4097, 8192),
-    (F32, F32, 90): (64, 384, 385, 768, 1023, 3000, 4095, 4096, 4097),
-    (F64, F64, 90): (64, 1025),
-    (F32, F32, 80): (384, 4096, 8192),
-    (F16, F16, 80): (3072, 3833),
-    (F16, F16, 100): (768, 4096, 16_384),
-    (F32, F32, 100): (4096, 8192),
-    (F32, F32, 120): (384, 4095, 4096, 16_384),
-    (F64, F64, 120): (512,),
-    # Mixed dtypes take the general kernel.
-    (BF16, F32, 90): (129,),
-    (F32, None, 90): (64, 4095, 4096, 16_384, 16_385),
-    (BF16, None, 90): (768, 4096, 16_384),
-    (BF16, None, 80): (4096,),
-    (F32, None, 100): (4096,),
-    (F64, None, 90): (1024,),
+    (False, BF16, 90): (8, 64, 768, 776, 2048, 4095, 4096, 4097, 8192),
+    (False, F32, 90): (64, 384, 385, 768, 1023, 3000, 4095, 4096, 4097),
+    (False, F64, 90): (64, 1025),
+    (False, F32, 80): (384, 4096, 8192),
+    (False, F16, 80): (3072, 3833),
+    (False, F16, 100): (768, 4096, 16_384),
+    (False, F32, 100): (4096, 8192),
+    (False, F32, 120): (384, 4095, 4096, 16_384),
+    (False, F64, 120): (512,),
+    (True, F32, 90): (64, 4095, 4096, 16_384, 16_385),
+    (True, BF16, 90): (768, 4096, 16_384),
+    (True, BF16, 80): (4096,),
+    (True, F32, 100): (4096,),
+    (True, F64, 90): (1024,),
 }
 CASES = [
-    pytest.param(n, x, dy, architecture, id=f"{x}-{dy}-{architecture}-{n}")
-    for (x, dy, architecture), lengths in EDGES.items()
+    pytest.param(n, forward, x, architecture, id=f"{x}-{forward}-{architecture}-{n}")
+    for (forward, x, architecture), lengths in EDGES.items()
     for n in lengths
 ]
 SHARED = {80: 163 << 10, 120: 99 << 10}
@@ -63,10 +61,10 @@ SHARED = {80: 163 << 10, 120: 99 << 10}
 FORBIDDEN = re.compile(r"\S*(?:\.ftz|\.approx|div\.full|\b(?:atom|red)\.\S*\.f(?:16|32|64))\S*")
 
 
-@pytest.mark.parametrize(("n", "x", "dy", "architecture"), CASES)
-def test_registers_and_instructions(n, x, dy, architecture):
+@pytest.mark.parametrize(("n", "forward", "x", "architecture"), CASES)
+def test_registers_and_instructions(n, forward, x, architecture):
     shared = SHARED.get(architecture, 227 << 10)
-    kernel = choose_kernel(n, x, dy, x, x, shared, n * x.itemsize % 16 == 0)
+    kernel = choose_kernel(n, forward, x, x, x, shared, n * x.itemsize % 16 == 0)
     program = compile_.program(kernel.defines, f"sm_{architecture}", ptxas_options="-v")
     program.compile("cubin", logs=(said := io.StringIO()))
     log, ptx = said.getvalue(), bytearray(nvrtc.nvrtcGetPTXSize(program.handle)[1])
@@ -82,7 +80,7 @@ def test_registers_and_instructions(n, x, dy, architecture):
     # 16 bytes at a time, where rows are aligned.
     assert n % 8 or re.search(r"ld\.global\S*\.v[248]|cp\.async\.(cg|bulk)", ptx)
     # Through the cache that all multiprocessors share: a block may hold stale partial sums in its own.
-    assert dy is None or re.search(r"ld\.global\.cg\S*", ptx)
+    assert forward or re.search(r"ld\.global\.cg\S*", ptx)
 
 
 # ---- instructions an element, in the loops over rows ----
@@ -120,20 +118,22 @@ def test_instructions_an_element(tmp_path, monkeypatch):
     text = text.replace(again, "const bool again = false;")
     monkeypatch.setattr(compile_, "source", lambda: text)
 
-    def loops(dy):
+    def loops(forward):
         """Yield of each inner loop its length, its conversions, and whether it has float32 in it."""
-        kernel = choose_kernel(n, BF16, dy, BF16, BF16)
+        kernel = choose_kernel(n, forward, BF16, BF16, BF16)
         code = compile_.program(kernel.defines, "sm_90").compile("cubin").code
         for loop in inner_loops(code, tmp_path / kernel.entry):
             yield len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop)
 
     # The loop of a forward converts all elements of a thread, twice.
-    rows = [length for length, conversions, _ in loops(None) if conversions >= 2 * lane]
+    rows = [length for length, conversions, _ in loops(True) if conversions >= 2 * lane]
     assert rows
     assert max(rows) <= 20 * lane
     # A backward has the guess, in float32; the row sums and the columns, which convert a vector of 8
     # elements twice, and three times.
-    hot = [length for length, conversions, guess in loops(BF16) if guess or conversions in {16, 24}]
+    hot = [
+        length for length, conversions, guess in loops(False) if guess or conversions in {16, 24}
+    ]
     assert len(hot) == 3
     assert sum(hot) <= 32 * 8
 

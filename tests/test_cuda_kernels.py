@@ -135,7 +135,7 @@ def short_parts(monkeypatch):
 def test_same_bits(name, use):
     """Nor does the shim find a race, or a barrier or a fence left out (test_host_shim.py)."""
     rows, n, dtype, *kind = INVARIANT[name]
-    kernel = choose_kernel(n, *[parse(dtype)] * 4)
+    kernel = choose_kernel(n, False, *[parse(dtype)] * 3)
     assert [kernel.n > 0, kernel.row_warps > 0, kernel.parts] == kind
     assert cut(rows, kernel)[0] >= 3
     use()

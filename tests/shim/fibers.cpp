@@ -5,16 +5,16 @@
 // access must lie in a tensor handed over (byte by byte), be aligned, and not read what nobody
 // wrote. It must be ordered after the accesses of other threads to the same four bytes, if one of
 // the two is a write:
-// - __syncthreads orders the threads of a block, __syncwarp those of a warp; who waits at a barrier in shared
-//   memory comes after who arrived there. Nothing else orders them, shuffles do not.
-// - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it has a barrier,
-//   late and out of order.
-// - A fence before an atomic operation in one thread and a fence after one that sees its word in another order the
-//   two: the other sees what the first had seen and done. Atomic operations alone order nothing. `post` and `peek`
-//   are atomic too; but who posts to a word must be ordered after who posted there before, or have read that; and
-//   after all who have read it.
-// The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers that some
-// threads do not reach, and spinning without end, are errors as well.
+// - __syncthreads orders the threads of a block, __syncwarp those of a warp; who waits at a barrier
+//   in shared memory comes after who arrived there. Nothing else orders them, shuffles do not.
+// - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it
+//   has a barrier, late and out of order.
+// - A fence before an atomic operation in one thread and a fence after one that sees its word in
+//   another order the two: the other sees what the first had seen and done. Atomic operations alone
+//   order nothing. `post` and `peek` are atomic too; but who posts to a word must be ordered after
+//   who posted there before, or have read that; and after all who have read it.
+// The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers
+// that some threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>

@@ -3,13 +3,10 @@
 import argparse
 import importlib
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
-
-import rich
 
 import stablenorm
 from stablenorm.cli.parts import (
@@ -52,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_BAD_INPUT
         arguments = parser.parse_args(argv)
         check_outputs(vars(arguments))
-        # Without a terminal as wide as a log shows; with one, no wider than a reader's eye.
-        rich.reconfigure(width=min(shutil.get_terminal_size((100, 1)).columns, 100))
         with warnings.catch_warnings():
             # A warning is one line without its place in our code, which helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
@@ -72,8 +67,8 @@ def _answer(error: BaseException) -> int:
     """Return the exit status of a command that the error ended; print the reason in a line."""
     match error:
         case SystemExit():
-            # --help and --version end without a status; with one, Rich met a closed pipe.
-            return EXIT_PIPE if error.code else 0
+            # --help and --version have printed all there is.
+            return 0
         case BrokenPipeError():
             return EXIT_PIPE
         case KeyboardInterrupt():

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import get_console
-from rich.text import Text
 
 import stablenorm
 from stablenorm import memory
@@ -165,13 +164,20 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     to_json(plain(origin() | content), path)
 
 
+def page_width() -> int:
+    """Return the columns of the terminal, as many as a reader's eye takes; without one, of a log."""
+    return min(shutil.get_terminal_size((100, 1)).columns, 100)
+
+
 def print_lines(*lines: str, bold: str = "") -> None:
     """Print plain text, a paragraph per line; no word is broken, so addresses can be clicked."""
-    bold = printable(bold)
-    console, paragraphs = get_console(), bold + printable("\n".join(lines))
-    broken = ("\n".join(wrapped(line, console.width)) for line in paragraphs.split("\n"))
-    shown = Text("\n".join(broken))
-    shown.stylize("bold", 0, len(bold.rstrip()))
-    shown.highlight_words(["PASS"], "green")
-    shown.highlight_words(["FAIL"], "bold red")
-    console.print(shown, soft_wrap=True)
+    text, length = printable(bold + "\n".join(lines)), len(printable(bold).rstrip())
+    shown = "\n".join(
+        part for line in text.split("\n") for part in wrapped(line, page_width()) or [""]
+    )
+    if sys.stdout and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        # Bold on and off; green and red, then the terminal's own colour.
+        shown = f"\x1b[1m{shown[:length]}\x1b[22m{shown[length:]}"
+        for word, color in {"PASS": 32, "FAIL": 31}.items():
+            shown = shown.replace(word, f"\x1b[{color}m{word}\x1b[39m")
+    print(shown)

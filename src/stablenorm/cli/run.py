@@ -28,7 +28,6 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used
 import argparse
 
 import numpy as np
-from rich import get_console
 
 from stablenorm.cli import page, parts, story
 from stablenorm.cli.files import Member, choose, list_members, read_eps
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(told: story.Story) -> None:
     """Print the verdict and each part: its name, its sentences and its table beside that."""
-    width = min(_WIDTH, get_console().width)
+    width = min(_WIDTH, parts.page_width())
     parts.print_lines(bold="\n".join(filled(told.verdict, width)))
     for part in told.parts:
         lines = [line for text in part.text for line in filled(text, width - 10)]

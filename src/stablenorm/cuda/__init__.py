@@ -36,11 +36,11 @@ _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
 @functools.lru_cache(1024)
 def find_plan(
-    device: int, rows: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
+    device: int, rows: int, n: int, aligned: bool, forward: bool, x: Any, gamma: Any, beta: Any
 ) -> tuple[Kernel, Any, int, tuple[int, int], tuple[int, int]]:
     """Return all of a launch but addresses and strides; last the bytes of partial sums and of the counter."""
     facts = driver.read_facts(device)
-    kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
+    kernel = choose_kernel(n, forward, x, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
     chunks, chunk_rows = cut(rows, kernel)
     # No more blocks than the device holds at once.
@@ -89,10 +89,12 @@ def _launch(
     # Copies of 16 bytes need rows that begin at multiples of so many.
     begins = places[0] | places[1] | places[4] | (x_stride | dy_stride | out_stride) * x.itemsize
     # The backward has no beta: the dtype is that of dbeta.
-    typed = x, dy, gamma, beta if dy is None else dbeta
+    typed = x, gamma, beta if dy is None else dbeta
     dtypes = [None if array is None else array.dtype for array in typed]
     device, aligned = x.device.id, begins % 16 == 0
-    kernel, function, grid, chunks, nbytes = find_plan(device, count, n, aligned, *dtypes)
+    kernel, function, grid, chunks, nbytes = find_plan(
+        device, count, n, aligned, dy is None, *dtypes
+    )
     # Blocks that share a row, or add up what others have, wait for one another.
     has_sums = dgamma is not None or dbeta is not None
     meet = has_sums or kernel.parts > 1

@@ -20,7 +20,7 @@
 // plan.py reads the names, in their order. Strides are in elements.
 struct Parameters {
     const X* x;                     // (rows, n), rows x_stride apart
-    const DY* dy;                   // (rows, n), rows dy_stride apart; backward only
+    const X* dy;                    // (rows, n), rows dy_stride apart; backward only
     const Gamma* gamma;             // (n), contiguous, or null
     const Beta* beta;               // (n), contiguous, or null; forward only
     X* out;                         // y, or dx or null: (rows, n), rows out_stride apart

@@ -181,7 +181,7 @@ INLINE void project(
         const long long at = base + slot();
         const Index n = at < stop ? p.n : 0;
         const Columns<X> x = {p.x + at * p.x_stride, n};
-        const Columns<DY> dy = {p.dy + at * p.dy_stride, n};
+        const Columns<X> dy = {p.dy + at * p.dy_stride, n};
         Row row = at < stop ? read_row(p, at) : Row{};
         if (p.out != nullptr) {
             row.mean_g = mean_of(p, reduction, n, product, dy, gamma);

@@ -14,7 +14,6 @@ using float32 = float;
 using float64 = double;
 
 using X = LN_X;
-using DY = LN_DY;
 using Gamma = LN_GAMMA;
 using Beta = LN_BETA;
 

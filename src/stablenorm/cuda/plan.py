@@ -42,9 +42,8 @@ class Kernel(NamedTuple):
     """Compile-time configuration of `layer_norm.cu`: each field is the definition LN_ and its name."""
 
     forward: bool
-    # Names of the dtypes of x (of y and dx too), dy, gamma (and dgamma), beta (and dbeta). In a forward `dy` is that of x.
+    # Names of the dtypes of x (of y, dy and dx too), gamma (and dgamma), beta (and dbeta).
     x: str
-    dy: str
     gamma: str
     beta: str
     # Whether the arithmetic is that of pairs.
@@ -96,27 +95,27 @@ class Kernel(NamedTuple):
 
 def choose_kernel(
     n: int,
+    forward: bool,
     x: Dtype,
-    dy: Dtype | None,
     gamma: Dtype | None,
     beta: Dtype | None,
     shared: int = 227 << 10,
     aligned: bool = True,
 ) -> Kernel:
     """
-    Return how to compile for rows of `n`. A forward has no `dy`.
+    Return how to compile for rows of `n`.
 
     A block may have `shared` bytes of shared memory, at least 99 KiB; rows that are `aligned` begin at multiples of
     16 bytes.
     """
-    names = [(x if dtype is None else dtype).name for dtype in (x, dy, gamma, beta)]
-    kernel = Kernel(dy is None, names[0], names[1], names[2], names[3], x.itemsize == 8)
+    names = [(x if dtype is None else dtype).name for dtype in (x, gamma, beta)]
+    kernel = Kernel(forward, names[0], names[1], names[2], x.itemsize == 8)
     vector = _VECTOR_BYTES // x.itemsize
-    parts = 1 if dy is None or n <= _LONGEST_PART else 2 if n <= 2 * _LONGEST_PART else 4
+    parts = 1 if forward or n <= _LONGEST_PART else 2 if n <= 2 * _LONGEST_PART else 4
     odd = parts > 1 and n % (parts * vector) > 0
-    if kernel.pairs or not (dy is None or dy == x) or n > _LONGEST or odd:
+    if kernel.pairs or n > _LONGEST or odd:
         return _general(kernel, n, vector)
-    plan = _forward if dy is None else _warps if n > _SHORT else _short
+    plan = _forward if forward else _warps if n > _SHORT else _short
     kernel, n = kernel._replace(n=n // parts, parts=parts, aligned=aligned), n // parts
     return plan(kernel, -(-n // vector), vector, shared)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm import control, memory, reference
+from stablenorm.arrays import as_rows
 from stablenorm.call import Backward, Forward
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
@@ -125,24 +126,34 @@ def _declined(call: Any) -> Any:
 # ---- uncertified rows and columns: kernels call these functions before they return ----
 
 
-def _rows(*arrays: Any) -> list[Any]:
-    """Return arrays of the shape of x as rows."""
-    return [v if v is None else v.reshape(-1, v.shape[-1]) for v in arrays]
+def _rows(axes: Any, *arrays: Any) -> list[Any]:
+    """Return arrays of the shape of x as rows, or copies of them."""
+    return [v if v is None else as_rows(v, axes) for v in arrays]
 
 
-def _finish_forward(x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array) -> None:
+def _put(result: Array | None, axes: Any, rows: Any) -> None:
+    """Write rows of results to an array, unless they are its memory."""
+    if result is not None and not np.may_share_memory(rows, result):
+        moved = np.moveaxis(result, axes, range(result.ndim - len(axes), result.ndim))
+        moved[...] = rows.reshape(moved.shape)
+
+
+def _finish_forward(
+    x: Array, y: Array, norm: Norm, stats: Statistics | None, marks: Array, axes: Any
+) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
-    of_x, of_y = _rows(x, y)
+    of_x, of_y = _rows(axes, x, y)
     lost = None if stats is None else stats.out_of_range
     uncertified.finish_forward(Forward(of_x, norm, of_y), np.flatnonzero(marks), stats, lost)
+    _put(y, axes, of_y)
 
 
 def _finish_backward(
     dy: Array, x: Array, norm: Norm, stats: Statistics, out: Gradients, dsum: Array | None,
-    marks: Array, columns: Array, partial: Any, unrounded: bool,
+    axes: Any, marks: Array, columns: Array, partial: Any, unrounded: bool,
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
-    of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
+    of_dy, of_x, of_dx, of_dsum = _rows(axes, dy, x, out.dx, dsum)
     call = Backward(of_dy, of_x, norm, stats, of_dx, dsum=of_dsum, partial=unrounded)
     # Partial sums are there if a row is not in the sums, or if they are what is asked for.
     parts: Any = None if partial is None else partial.reshape(2, -1, 3).view(PARTIAL)[..., 0]
@@ -153,6 +164,7 @@ def _finish_backward(
     uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
+        _put(out.dx, axes, of_dx)
 
 
 # ---- calls that overflowed: an infinity may be the rounding errors of huge terms that cancel ----
@@ -164,24 +176,26 @@ def _nearest(norm: Norm) -> Norm:
     return norm._replace(gamma=gamma, beta=beta, rounding="nearest")
 
 
-def _repeat_forward(x: Array, y: Array, norm: Norm) -> None:
+def _repeat_forward(x: Array, y: Array, norm: Norm, axes: Any) -> None:
     """Compute rows whose y is not finite again, with rounding to nearest."""
-    of_x, of_y = _rows(x, y)
+    of_x, of_y = _rows(axes, x, y)
     if (rows := np.flatnonzero(reference.lost(of_y, of_x))).size:
         few = Forward(of_x[rows], _nearest(norm), of_y[rows], keep=False)
         forward(few)
         of_y[rows] = few.y
+        _put(y, axes, of_y)
 
 
 def _repeat_backward(
-    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None, marks: Array | None
-) -> None:
+    dy: Array, x: Array, norm: Norm, out: Gradients, dsum: Array | None, axes: Any,
+    marks: Array | None,
+) -> None:  # fmt: skip
     """
     Compute rows of dx and columns of sums that are not finite again, with rounding to nearest.
 
     Where dx takes the place of dy, `marks` tell its rows, whose dy is left. Then sums stay.
     """
-    of_dy, of_x, of_dx, of_dsum = _rows(dy, x, out.dx, dsum)
+    of_dy, of_x, of_dx, of_dsum = _rows(axes, dy, x, out.dx, dsum)
     none = Statistics(None, None, np.zeros(len(of_x)))
     if of_dx is not None:
         rows = np.flatnonzero(reference.lost(of_dx, of_x, of_dy) if marks is None else marks)
@@ -189,6 +203,7 @@ def _repeat_backward(
         few = Backward(of_dy[rows], of_x[rows], norm, none, of_dx[rows], dsum=of_rows)
         _differentiate(few)
         of_dx[rows] = few.dx
+        _put(out.dx, axes, of_dx)
     for name, total in (("dgamma", out.dgamma), ("dbeta", out.dbeta)):
         if marks is None and total is not None and not np.isfinite(total).all():
             again = np.empty_like(total).reshape(-1)

@@ -9,9 +9,12 @@
 #include <Python.h>
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 
 #include "jobs.h"
 #include "memory.h"
@@ -40,28 +43,71 @@ bool is_of_floats(PyObject* object, Type& type) {
     return !PyArray_ISBYTESWAPPED(a) && PyArray_NDIM(a) && PyArray_SIZE(a) && type_of(a, type);
 }
 
-Index last_length(PyArrayObject* a) { return PyArray_DIM(a, PyArray_NDIM(a) - 1); }
+// The normalized axes of an array, a bit for each: of None, an int, or a tuple that names them in
+// order; 0 for anything else.
+uint64_t axes_of(PyObject* given, int ndim) {
+    uint64_t axes = 0;
+    if (!is_given(given)) return ~axes >> (64 - ndim);
+    Py_ssize_t count = PyTuple_Check(given) ? PyTuple_Size(given) : 1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject* number = PyTuple_Check(given) ? PyTuple_GetItem(given, i) : given;
+        int overflow = 0;
+        long axis = PyLong_CheckExact(number) ? PyLong_AsLongAndOverflow(number, &overflow) : ndim;
+        if (axis < 0) axis += ndim;
+        if (overflow || axis < 0 || axis >= ndim || axes >> axis) return 0;
+        axes |= uint64_t{1} << axis;
+    }
+    return axes;
+}
 
-// Sees an array as plain rows: one without gaps, or one of two dimensions with rows without gaps.
-bool see_rows(PyObject* object, Rows& rows) {
+// Equal steps: some axes of an array, of which one steps over all of the next.
+struct Steps {
+    Index length = 1;
+    Index stride = 0;
+    bool add(Index count, Index distance) {
+        bool fits = length == 1 || count == 1 || distance == length * stride;
+        if (length == 1) stride = distance;
+        if (fits) length *= count;
+        return fits;
+    }
+};
+
+// Sees an array as rows, by its normalized axes: columns of equal steps, and runs of rows.
+bool see_rows(PyObject* object, uint64_t axes, Rows& rows) {
     if (!is_of_floats(object, rows.type)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
-    Index n = last_length(a);
+    Steps columns, run, runs;
+    for (int k = PyArray_NDIM(a) - 1; k >= 0; k--) {
+        Index length = PyArray_DIM(a, k);
+        Index stride = PyArray_STRIDE(a, k);
+        bool fits = axes >> k & 1
+                        ? columns.add(length, stride)
+                        : (runs.length == 1 && run.add(length, stride)) || runs.add(length, stride);
+        if (!fits) return false;
+    }
     Index bytes = BYTES[rows.type];
     rows.data = PyArray_BYTES(a);
-    rows.stride = n * bytes;
-    if (PyArray_IS_C_CONTIGUOUS(a)) return true;
-    if (PyArray_NDIM(a) != 2 || (n > 1 && PyArray_STRIDE(a, 1) != bytes)) return false;
-    rows.stride = PyArray_STRIDE(a, 0);
+    rows.apart = columns.length > 1 ? columns.stride : bytes;
+    rows.stride = run.length > 1 ? run.stride : columns.length * bytes;
+    rows.outer = runs.stride;
+    rows.run = rows.apart == bytes && runs.length == 1 ? 0 : run.length;
     return true;
 }
 
-// Whether an array can take results as distinct plain rows, in either direction.
-bool see_room(PyObject* object, Rows& rows) {
-    if (!see_rows(object, rows)) return false;
-    PyArrayObject* a = (PyArrayObject*)object;
-    Index apart = rows.stride < 0 ? -rows.stride : rows.stride;
-    return apart >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
+// Whether an array can take results as rows, each element apart from the others: sorted, each step
+// is over all that the shorter ones reach.
+bool see_room(PyObject* object, const Call& c, Rows& rows) {
+    if (!see_rows(object, c.axes, rows)) return false;
+    Index run = rows.run ? rows.run : c.rows;
+    std::array<std::pair<Index, Index>, 3> steps = {{{std::abs(rows.apart), c.n},
+        {std::abs(rows.stride), run}, {std::abs(rows.outer), c.rows / run}}};
+    std::sort(steps.begin(), steps.end());
+    Index reach = BYTES[rows.type];
+    for (auto [step, length] : steps) {
+        if (length > 1 && step < reach) return false;
+        reach += length > 1 ? step * (length - 1) : 0;
+    }
+    return true;
 }
 
 // True if an array does not overlap `other`: their ranges of addresses are disjoint. None overlaps

@@ -34,13 +34,20 @@ enum Type { F32, BF16, F16, F64 };
 constexpr Index BYTES[] = {4, 2, 2, 8};
 constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53};  // above any number / its last bit
 
-// Plain rows: elements of unit stride, rows `stride` bytes apart.
+// Plain rows: elements of unit stride, rows `stride` bytes apart. Rows that are not plain come in
+// runs of `run` rows, which begin `outer` bytes apart, and their elements are `apart` bytes apart.
 struct Rows {
     char* data = nullptr;
     Type type = F32;
     Index stride = 0;
+    Index run = 0;  // 0: plain
+    Index outer = 0;
+    Index apart = 0;
 };
 inline char* row_of(const Rows& a, Index i) { return a.data + i * a.stride; }
+
+// Rows that are not plain are done so many at a time, as plain rows of scratch memory (strips.h).
+constexpr Index STRIP = 32;
 
 // Length of a scratch vector, in float64: whole cache lines, and not just beyond a multiple of 4096
 // bytes, at which loads would wait for stores to the vector before. (2, 64, 4096) backward: 128
@@ -73,7 +80,8 @@ struct Call {
     Rows x, y, dy, source, plus;
     Index rows = 0;
     Index n = 0;
-    int ndim = 0;  // of x
+    int ndim = 0;       // of x
+    uint64_t axes = 0;  // of x, a bit for each that is normalized
     const char* gamma = nullptr;
     const char* beta = nullptr;
     Type gamma_type = F32;
@@ -112,8 +120,9 @@ struct Call {
     Index tiles = 1;
     Index step = 1;
     bool past = false;
-    bool ahead = false;   // non-temporal stores; prefetches
-    bool staged = false;  // results go through a scratch row, where they are added to and rounded
+    bool ahead = false;    // non-temporal stores; prefetches
+    bool staged = false;   // results go through a scratch row, where they are added to and rounded
+    bool strided = false;  // an array has rows that are not plain
 
     // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the
     // range of its dy or, in float64, the worst errors of its rows.
@@ -154,10 +163,21 @@ struct Call {
     }
 };
 
+// The arrays of a call.
+inline constexpr Rows Call::* ARRAYS[] = {
+    &Call::x, &Call::dy, &Call::source, &Call::plus, &Call::y};
+constexpr int ARRAY_COUNT = sizeof ARRAYS / sizeof *ARRAYS;
+
+// The plain rows of a strip in scratch memory.
+inline Index strip_stride(const Call& c, Type type) {
+    return padded((c.n * BYTES[type] + 7) / 8) * 8;
+}
+
 // Scratch memory of one thread.
 struct Own {
-    double* addend;  // a row that is added
-    double* part;    // the sums of some rows
+    double* strips[ARRAY_COUNT];  // a strip of each array that is not plain
+    double* addend;               // a row that is added
+    double* part;                 // the sums of some rows
     // A row of results, as pairs with sizes of their errors; its first one also float64, its second
     // one dx that goes over dy.
     double* high;
@@ -177,6 +197,11 @@ struct Own {
     Own(const Call& c, Arena& arena) {
         Index p = c.padded_n();
         bool narrow = c.backward && !c.in_pairs;
+        Index strip = c.rows < STRIP ? c.rows : STRIP;
+        for (int k = 0; k < ARRAY_COUNT; k++) {
+            const Rows& of = c.*ARRAYS[k];
+            strips[k] = arena.take(of.run ? strip * strip_stride(c, of.type) / 8 : 0);
+        }
         addend = arena.take(c.plus.data ? p : 0);
         part = arena.take(!narrow                       ? 0
                           : !c.summing()                ? 4 * p

@@ -237,7 +237,7 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         PairVectors sums = {of.high, of.low, c.nearest && !exact ? of.error : nullptr};
         round_pairs(out, sums, 1.0, count, uncertified);
         if constexpr (sizeof(To) < 8)
-            if (c.nearest && !c.in_pairs && !exact)
+            if (c.nearest && !c.in_pairs && !exact && !c.strided)
                 finish_uncertified(c, which, start, count, of, out, uncertified);
         // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64
         // sums that are not finite.

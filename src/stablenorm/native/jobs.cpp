@@ -48,9 +48,9 @@ constexpr Index WORTH_WAKING = 1 << 16;
 constexpr Index PAST_CACHES = 4 << 20;
 constexpr Index OWN_CACHE = 1 << 20;
 
-Index forward_rows(Index rows, Index n) {
+Index forward_rows(Index rows, Index n, Index together) {
     Index elements = std::min(std::max(rows * n / FEW_TILES, LEAST_FORWARD_TILE), FORWARD_TILE);
-    return std::max<Index>(elements / n / GROUP, 1) * GROUP;
+    return std::max<Index>(elements / n / together, 1) * together;
 }
 
 Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
@@ -138,7 +138,9 @@ bool has_v4() {
 }  // namespace
 
 void plan(Call& c) {
-    c.tile_rows = c.backward ? backward_rows(c.rows, c.n, c.nearest) : forward_rows(c.rows, c.n);
+    for (auto array : ARRAYS) c.strided |= (c.*array).run != 0;
+    c.tile_rows = c.backward ? backward_rows(c.rows, c.n, c.nearest)
+                             : forward_rows(c.rows, c.n, c.strided ? STRIP : GROUP);
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
     bool any_float64 = (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64);
     for (int i = 0; i < 2; i++) any_float64 |= c.sums_out[i] && c.sums_type[i] == F64;
@@ -149,7 +151,7 @@ void plan(Call& c) {
     c.staged = needs_staging || (c.in_pairs && (c.nearest || c.x.type != F64));
     Index row_bytes = c.n * BYTES[c.x.type];
     Index bytes = c.rows * row_bytes;
-    bool aligned = c.y.type == c.x.type && c.y.stride == row_bytes &&
+    bool aligned = c.y.type == c.x.type && !c.y.run && c.y.stride == row_bytes &&
                    row_bytes % kernels->alignment == 0 &&
                    (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
     c.past = aligned && bytes >= PAST_CACHES;

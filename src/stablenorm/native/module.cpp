@@ -69,11 +69,6 @@ PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i
 bool is_record(PyObject* object, int type, Py_ssize_t fields) {
     return Py_TYPE(object) == (PyTypeObject*)python_objects[type] && PyTuple_Size(object) == fields;
 }
-bool is_number(PyObject* object, long number) {
-    int overflow;
-    return PyLong_CheckExact(object) && PyLong_AsLongAndOverflow(object, &overflow) == number &&
-           !overflow;
-}
 bool is_word(PyObject* object, const char* word) {
     return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
 }
@@ -81,6 +76,18 @@ template <class T> bool has_any(const T* v, Index count) {
     bool any = false;
     for (Index i = 0; v && i < count; i++) any |= v[i] != 0;
     return any;
+}
+// The axes of a cache, in order.
+PyObject* named_axes(uint64_t axes) {
+    PyObject* list = PyList_New(0);
+    for (int k = 0; list && k < 64; k++) {
+        PyObject* number = axes >> k & 1 ? PyLong_FromLong(k) : nullptr;
+        if (number) PyList_Append(list, number);
+        Py_XDECREF(number);
+    }
+    PyObject* tuple = list ? PyList_AsTuple(list) : nullptr;
+    Py_XDECREF(list);
+    return tuple;
 }
 PyObject* declined() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
@@ -94,19 +101,27 @@ PyObject* as_named(int type, PyObject* values) {
 
 // ---- both directions ----
 
-// Gamma or beta: n elements, maybe with leading axes of 1 as x has.
-bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& type) {
+// Gamma or beta: the lengths of the normalized axes of x, maybe after axes of 1.
+bool see_parameter(
+    PyObject* object, PyArrayObject* x, const Call& c, const char*& data, Type& type) {
     if (!is_given(object)) return true;
     PyArrayObject* a = (PyArrayObject*)object;
-    if (!is_of_floats(object, type) || PyArray_NDIM(a) > c.ndim || PyArray_SIZE(a) != c.n ||
-        last_length(a) != c.n)
+    if (!is_of_floats(object, type) || PyArray_NDIM(a) > c.ndim || PyArray_SIZE(a) != c.n)
         return false;
-    if (c.n > 1 && PyArray_STRIDE(a, PyArray_NDIM(a) - 1) != BYTES[type]) return false;
+    int k = PyArray_NDIM(a);
+    Index step = BYTES[type];
+    for (int axis = c.ndim - 1; axis >= 0; axis--) {
+        if (!(c.axes >> axis & 1)) continue;
+        Index length = PyArray_DIM(x, axis);
+        if (--k < 0 || PyArray_DIM(a, k) != length || (length > 1 && PyArray_STRIDE(a, k) != step))
+            return false;
+        step *= length;
+    }
     data = PyArray_BYTES(a);
     return true;
 }
 
-bool see_norm(PyObject* of, Call& c) {
+bool see_norm(PyObject* of, PyObject* x, Call& c) {
     if (!is_record(of, NORM, of_norm::fields)) return false;
     PyObject* eps = field(of, of_norm::eps);
     PyObject* offset = field(of, of_norm::gamma_offset);
@@ -116,23 +131,26 @@ bool see_norm(PyObject* of, Call& c) {
     c.rms = is_word(field(of, of_norm::kind), "rms");
     c.nearest = is_word(field(of, of_norm::rounding), "nearest");
     bool known = c.nearest || is_word(field(of, of_norm::rounding), "fast");
+    PyArrayObject* like = (PyArrayObject*)x;
     return known && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
-           see_parameter(field(of, of_norm::gamma), c, c.gamma, c.gamma_type) &&
-           see_parameter(field(of, of_norm::beta), c, c.beta, c.beta_type);
+           see_parameter(field(of, of_norm::gamma), like, c, c.gamma, c.gamma_type) &&
+           see_parameter(field(of, of_norm::beta), like, c, c.beta, c.beta_type);
 }
 
-bool see_x(PyObject* object, Call& c) {
-    if (!see_rows(object, c.x)) return false;
+bool see_x(PyObject* object, PyObject* axis, Call& c) {
+    if (!is_of_floats(object, c.x.type)) return false;
     PyArrayObject* x = (PyArrayObject*)object;
-    c.n = last_length(x);
     c.ndim = PyArray_NDIM(x);
+    c.axes = axes_of(axis, c.ndim);
+    c.n = 1;
+    for (int k = 0; k < c.ndim; k++) c.n *= c.axes >> k & 1 ? PyArray_DIM(x, k) : 1;
     c.rows = PyArray_SIZE(x) / c.n;
-    return true;
+    return c.axes && see_rows(object, c.axes, c.x);
 }
 
 // Sees another array of the shape and dtype of x; None leaves `rows` empty.
 bool see_like_x(PyObject* object, PyObject* x, const Call& c, Rows& rows) {
-    return !is_given(object) || (see_rows(object, rows) && rows.type == c.x.type &&
+    return !is_given(object) || (see_rows(object, c.axes, rows) && rows.type == c.x.type &&
                                     PyArray_SAMESHAPE((PyArrayObject*)object, (PyArrayObject*)x));
 }
 
@@ -207,9 +225,10 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* total = args[TOTAL];
     PyObject* norm = args[OF_NORM];
     bool keep = args[KEEP] == Py_True;
-    if (!jobs::kernels || is_given(args[WHERE]) || !see_x(args[X], c)) return declined();
-    if (!is_number(args[AXIS], -1) && !is_number(args[AXIS], c.ndim - 1)) return declined();
-    if (!see_norm(norm, c) || !see_like_x(args[RESIDUAL], args[X], c, c.plus)) return declined();
+    if (!jobs::kernels || is_given(args[WHERE]) || !see_x(args[X], args[AXIS], c))
+        return declined();
+    if (!see_norm(norm, args[X], c) || !see_like_x(args[RESIDUAL], args[X], c, c.plus))
+        return declined();
     PyArrayObject* x = (PyArrayObject*)args[X];
     if (is_given(out)) {
         // y may overwrite x if nothing reads x again.
@@ -217,7 +236,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         PyObject* gamma = field(norm, of_norm::gamma);
         PyObject* beta = field(norm, of_norm::beta);
         if (!is_room(out, args[X], {is_over ? Py_None : args[X], gamma, beta, args[RESIDUAL]}) ||
-            !see_room(out, c.y))
+            !see_room(out, c, c.y))
             return declined();
     }
     Owned own;
@@ -226,9 +245,9 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!y || !total) return nullptr;
     if (c.plus.data) {
         c.source = c.x;
-        see_rows(total, c.x);
+        if (!see_rows(total, c.axes, c.x)) return declined();
     }
-    see_rows(y, c.y);
+    if (!see_rows(y, c.axes, c.y)) return declined();
     c.in_pairs = c.x.type == F64 || c.y.type == F64;
     c.over = c.y.data == c.x.data;
     PyObject* marks = c.pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
@@ -239,16 +258,16 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!is_done(state)) return declined();
     if (keep) statistics = own(as_named(STATISTICS, Py_NewRef(statistics)));
     PyObject* source = c.plus.data ? total : args[X];
-    if (!statistics) return nullptr;
+    PyObject* axes = own(named_axes(c.axes));
+    if (!statistics || !axes) return nullptr;
     if (has_any(c.marks, c.rows) &&
-        !finish(FINISH_FORWARD, "OOOOO", source, y, norm, statistics, marks))
+        !finish(FINISH_FORWARD, "OOOOOO", source, y, norm, statistics, marks, axes))
         return nullptr;
-    if (state == jobs::OVERFLOWED && !finish(REPEAT_FORWARD, "OOO", source, y, norm))
+    if (state == jobs::OVERFLOWED && !finish(REPEAT_FORWARD, "OOOO", source, y, norm, axes))
         return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
-    PyObject* axes = own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1));
     PyObject* backend = own(PyUnicode_FromString("native"));
-    if (!axes || !backend) return nullptr;
+    if (!backend) return nullptr;
     PyObject* cache = own(as_named(
         CACHE, PyTuple_Pack(of_cache::fields, source, norm, axes, statistics, backend, Py_None)));
     return cache ? PyTuple_Pack(2, y, cache) : nullptr;
@@ -264,13 +283,12 @@ bool see_cache(PyObject* of, PyObject* kind, Call& c) {
     PyObject* x = field(of, of_cache::x);
     PyObject* axes = field(of, of_cache::axis);
     PyObject* statistics = field(of, of_cache::statistics);
-    if (!is_record(statistics, STATISTICS, of_statistics::fields) || !see_x(x, c) ||
-        !see_norm(field(of, of_cache::norm), c) || !is_word(kind, c.rms ? "rms" : "layer"))
+    if (!is_record(statistics, STATISTICS, of_statistics::fields) || !PyTuple_Check(axes) ||
+        !see_x(x, axes, c) || !see_norm(field(of, of_cache::norm), x, c) ||
+        !is_word(kind, c.rms ? "rms" : "layer"))
         return false;
-    bool is_last =
-        PyTuple_Check(axes) && PyTuple_Size(axes) == 1 && is_number(field(axes, 0), c.ndim - 1);
     Words words = words_of(c);
-    for (size_t i = 0; is_last && i < WORDS; i++) {
+    for (size_t i = 0; i < WORDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(statistics, (Py_ssize_t)i);
         if (!words[i]) continue;
         bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE &&
@@ -278,7 +296,7 @@ bool see_cache(PyObject* of, PyObject* kind, Call& c) {
         if (!usable || PyArray_SIZE(word) != c.rows) return false;
         *words[i] = (double*)PyArray_DATA(word);
     }
-    return is_last;
+    return true;
 }
 
 // Sees which of x, gamma and beta a tuple names; false if it has anything else.
@@ -313,6 +331,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     PyObject* x = field(args[OF_CACHE], of_cache::x);
     PyObject* norm = field(args[OF_CACHE], of_cache::norm);
+    PyObject* axes = field(args[OF_CACHE], of_cache::axis);
     PyObject* out = args[OUT];
     PyObject* dy = args[DY];
     if (!see_like_x(dy, x, c, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c, c.plus))
@@ -343,7 +362,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* partial = none;
     PyObject* statistics = field(args[OF_CACHE], of_cache::statistics);
     c.y.type = c.x.type;
-    if (is_given(results[0]) && !see_room(results[0], c.y)) return declined();
+    if (is_given(results[0]) && !see_room(results[0], c, c.y)) return declined();
     c.in_pairs = c.x.type == F64 || c.y.type == F64;
     if (c.unrounded) {
         PyArrayObject* sums = (PyArrayObject*)(partial = args[UNROUNDED]);
@@ -393,11 +412,11 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
     if (!gradients) return nullptr;
     bool unfinished = c.pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], columns));
-    if (unfinished && !finish(FINISH_BACKWARD, "OOOOOOOOOi", dy, x, norm, statistics, gradients,
-                          args[DSUM], marks, uncertified, partial, (int)c.unrounded))
+    if (unfinished && !finish(FINISH_BACKWARD, "OOOOOOOOOOi", dy, x, norm, statistics, gradients,
+                          args[DSUM], axes, marks, uncertified, partial, (int)c.unrounded))
         return nullptr;
     if (state == jobs::OVERFLOWED &&
-        !finish(REPEAT_BACKWARD, "OOOOOO", dy, x, norm, gradients, args[DSUM], marks))
+        !finish(REPEAT_BACKWARD, "OOOOOOO", dy, x, norm, gradients, args[DSUM], axes, marks))
         return nullptr;
     return Py_NewRef(gradients);
 }

@@ -373,11 +373,13 @@ struct Back {
 };
 
 // Sums over rows, vectors `apart` float64 apart: dgamma, its low part, dbeta, its low part and,
-// with `sizes`, the sums of |dy| (|xhat| + w) and |dy|. Null if they are not wanted.
+// with `sizes`, the sums of |dy| (|xhat| + w) and |dy|. Null if they are not wanted. `held` counts
+// the rows since they were settled.
 struct OverRows {
     double* at;
     Index apart;
     bool sizes;
+    Index held = 0;
 };
 
 INLINE Pairs g_of(N dy, Index j, const Columns& columns) {
@@ -417,7 +419,7 @@ template <bool SIZED> INLINE void add_terms(OverRows over, Index j, N dy, Pairs 
 // Pass 1: the sums along the row go to row r of `along`, its terms to the sums over rows. SHIFT:
 // the pivot is not 0.
 template <bool LAYER, bool SHIFT, bool SIZED>
-NOINLINE void pull(Back& of, const Columns& columns, Sums& along, int r, OverRows over) {
+NOINLINE void pull(Back& of, const Columns& columns, Sums& along, int r, const OverRows& to) {
     ElementOfXhat<LAYER> element(of.stats);
     Pairs sum = {};
     Pairs slope = {};
@@ -426,6 +428,7 @@ NOINLINE void pull(Back& of, const Columns& columns, Sums& along, int r, OverRow
     const double* dys = of.dy;
     const double* xs = of.x;
     double* __restrict xhats = of.xhat;
+    const OverRows over = to;
     auto add = [&](Index j, Index count) INLINE_LAMBDA {
         N dy = load<P>(dys + j, count);
         N x = load<P>(xs + j, count);

@@ -165,7 +165,7 @@ bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, B
 
 // Pass 1 of row r of a group.
 template <bool LAYER, bool SIZED>
-void pull_row(const Call& c, Back& of, Sums& along, int r, OverRows over) {
+void pull_row(const Call& c, Back& of, Sums& along, int r, const OverRows& over) {
     bool shift = LAYER && of.pivot.high != 0;
     auto pull_row = shift ? pull<LAYER, LAYER, SIZED> : pull<LAYER, false, SIZED>;
     pull_row(of, columns_of<double>(c, 1), along, r, over);
@@ -211,13 +211,7 @@ template <bool LAYER> bool write_row_of_dx(const Call& c, const Own& own, Index 
 }
 
 template <bool LAYER, bool SIZED>
-void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
-    Index held = 0;
-    OverRows over = {sums, c.padded_n(), c.nearest};
-    if (sums) {
-        memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
-        range[0] = range[1] = 0;
-    }
+void backward(const Call& c, const Own& own, Tile tile, OverRows& over, double* range) {
     Sums along = {};
     Back rows[GROUP] = {};
     for (Index top = tile.first; top < tile.stop; top += c.step) {
@@ -234,10 +228,10 @@ void backward(const Call& c, const Own& own, Tile tile, double* sums, double* ra
         finish_means(along, c.n, rows, count);
         for (int r = 0; r < count && c.y.data; r++)
             if (!write_row_of_dx<LAYER>(c, own, at[r], rows[r])) c.marks[at[r]] = UNCERTIFIED;
-        held += count;
-        if (sums && (held > PART - c.step || top + c.step >= tile.stop)) {
+        over.held += count;
+        if (over.at && over.held > PART - c.step) {
             settle_columns(over, c.n);
-            held = 0;
+            over.held = 0;
         }
     }
 }

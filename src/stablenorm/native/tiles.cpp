@@ -234,9 +234,11 @@ void backward_groups(const Call& c, const Own& own, Tile& rest, PartSums& sums) 
 
 template <class M, class T>
 void backward_part(const Call& c, const Own& own, Tile part, PartSums& sums) {
-    if (!M::NEAREST || c.n <= LONG)
-        backward_groups<M, ROWS_OF_DX<M::NEAREST>, T>(c, own, part, sums);
-    backward_groups<M, 1, T>(c, own, part, sums);
+    each_strip(c, own, part, [&](const Call& plain, Tile rest) {
+        if (!M::NEAREST || c.n <= LONG)
+            backward_groups<M, ROWS_OF_DX<M::NEAREST>, T>(plain, own, rest, sums);
+        backward_groups<M, 1, T>(plain, own, rest, sums);
+    });
 }
 
 // Does the rows of a tile part by part: the sums of a part have short chains of additions, and are
@@ -263,6 +265,18 @@ void backward_parts(const Call& c, const Own& own, Tile tile, double* sums, Erro
     worst = {part.worst.a + (double)at_most(most, c.tile_rows) * U, part.worst.b};
 }
 
+// The second rung for a row, and its terms of the sums, which float64 may have left out. Returns
+// whether the row is done.
+template <bool LAYER>
+bool row_of_dx_and_sums(const Call& c, const Own& own, Index i, double* sums) {
+    pairs::Back of;
+    bool certain = pairs::row_of_dx<LAYER>(c, own, i, of);
+    if (!of.dy) return false;
+    if (sums && c.marks[i] & UNSUMMED) pairs::add_row_to_sums(c, of, sums);
+    c.marks[i] = UNCERTIFIED;
+    return certain;
+}
+
 template <class M, class T> void backward(const Call& c, const Own& own, Index number) {
     Tile tile = tile_of(c, number);
     double* sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr;
@@ -281,50 +295,66 @@ template <class M, class T> void backward(const Call& c, const Own& own, Index n
     }
     if constexpr (M::NEAREST)
         climb(c, tile, [&](Index i) {
-            pairs::Back of;
-            bool unsummed = c.marks[i] & UNSUMMED;
-            bool certain = pairs::row_of_dx<M::LAYER>(c, own, i, of);
-            if (!of.dy) return false;
-            if (unsummed && sums) pairs::add_row_to_sums(c, of, sums);
-            c.marks[i] = UNCERTIFIED;
+            bool certain = false;
+            each_strip(c, own, {i, i + 1}, [&](const Call& plain, Tile) {
+                certain = row_of_dx_and_sums<M::LAYER>(plain, own, i, sums);
+            });
             return certain;
         });
 }
 
 // ---- one instruction set ----
 
-void do_in_pairs(const Call& c, const Own& own, Index number) {
-    double* sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr;
-    double* range = sums ? c.ranges + 2 * number : nullptr;
-    Tile tile = tile_of(c, number);
+void backward_in_pairs(const Call& c, const Own& own, Index number) {
+    pairs::OverRows over = {nullptr, c.padded_n(), c.nearest};
+    double* range = nullptr;
+    if (c.summing()) {
+        over.at = c.sums + c.sums_per_tile() * number;
+        range = c.ranges + 2 * number;
+        memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double));
+        range[0] = range[1] = 0;
+    }
     auto back = c.rms ? pairs::backward<false, false> : pairs::backward<true, false>;
     if (c.staged) back = c.rms ? pairs::backward<false, true> : pairs::backward<true, true>;
-    if (c.backward)
-        back(c, own, tile, sums, range);
-    else
-        (c.rms ? pairs::forward<false> : pairs::forward<true>)(c, own, tile);
+    each_strip(c, own, tile_of(c, number),
+        [&](const Call& plain, Tile strip) { back(plain, own, strip, over, range); });
+    if (over.at && over.held) pairs::settle_columns(over, c.n);
 }
 
-template <bool LAYER, class T> void do_in_float64(const Call& c, const Own& own, Index number) {
-    Tile tile = tile_of(c, number);
-    if (!c.backward)
-        return (c.nearest ? forward_nearest<LAYER, T> : forward_fast<LAYER, T>)(c, own, tile);
+template <bool LAYER, class T>
+void backward_in_float64(const Call& c, const Own& own, Index number) {
     if (!c.nearest) return backward<Fast<LAYER>, T>(c, own, number);
     // Rows of a tile are usually alike: let the first decide.
-    bool far = LAYER && is_far(magnitude(c.mean[tile.first]) * c.rstd[tile.first]);
+    Index first = tile_of(c, number).first;
+    bool far = LAYER && is_far(magnitude(c.mean[first]) * c.rstd[first]);
     (far ? backward<Far<LAYER>, T> : backward<Near<LAYER>, T>)(c, own, number);
+}
+
+// Does a tile of rows of T, or, without T, in pairs.
+template <bool LAYER, class T = void> void do_rows(const Call& c, const Own& own, Index number) {
+    constexpr bool PAIRS = std::is_same_v<T, void>;
+    if constexpr (PAIRS) {
+        if (c.backward) return backward_in_pairs(c, own, number);
+    } else {
+        if (c.backward) return backward_in_float64<LAYER, T>(c, own, number);
+    }
+    each_strip(c, own, tile_of(c, number), [&](const Call& plain, Tile strip) {
+        if constexpr (PAIRS)
+            pairs::forward<LAYER>(plain, own, strip);
+        else
+            (c.nearest ? forward_nearest<LAYER, T> : forward_fast<LAYER, T>)(plain, own, strip);
+    });
 }
 
 void do_tile(const Call& c, Index number, int thread) {
     Own own = own_of(c, thread);
-    if (c.in_pairs)
-        do_in_pairs(c, own, number);
-    else
-        of_type(c.x.type, [&](auto* kind) {
-            using T = std::remove_pointer_t<decltype(kind)>;
-            if constexpr (sizeof(T) < 8)
-                (c.rms ? do_in_float64<false, T> : do_in_float64<true, T>)(c, own, number);
-        });
+    auto rows = c.rms ? do_rows<false> : do_rows<true>;
+    of_type(c.x.type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        if constexpr (sizeof(T) < 8)
+            if (!c.in_pairs) rows = c.rms ? do_rows<false, T> : do_rows<true, T>;
+    });
+    rows(c, own, number);
     if (c.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 

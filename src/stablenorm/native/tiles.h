@@ -1,6 +1,7 @@
 // Loops over the rows of a tile: what float64 and pairs share.
 #pragma once
 #include "columns.h"
+#include "strips.h"
 
 namespace {
 
@@ -9,9 +10,6 @@ Own own_of(const Call& c, int thread) {
     return Own(c, arena);
 }
 
-struct Tile {
-    Index first, stop;
-};
 Tile tile_of(const Call& c, Index number) {
     Index first = number * c.tile_rows;
     return {first, at_most(first + c.tile_rows, c.rows)};
