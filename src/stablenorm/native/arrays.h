@@ -96,7 +96,7 @@ bool see_rows(PyObject* object, uint64_t axes, Rows& rows) {
 
 // Whether an array can take results as rows, each element apart from the others: sorted, each step
 // is over all that the shorter ones reach.
-bool see_room(PyObject* object, const Call& c, Rows& rows) {
+bool see_results(PyObject* object, const Call& c, Rows& rows) {
     if (!see_rows(object, c.axes, rows)) return false;
     Index run = rows.run ? rows.run : c.rows;
     std::array<std::pair<Index, Index>, 3> steps = {{{std::abs(rows.apart), c.n},
@@ -129,7 +129,7 @@ bool are_apart(PyArrayObject* a, PyObject* other) {
 }
 
 // Whether the user's array `out` has the shape of a result, and is apart from others.
-bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
+bool can_take(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
     if (!PyArray_CheckExact(out) || !is_given(like)) return false;
     PyArrayObject* a = (PyArrayObject*)out;
     PyArrayObject* b = (PyArrayObject*)like;

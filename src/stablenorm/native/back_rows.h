@@ -131,7 +131,7 @@ NOINLINE auto sums_of(
             for (int r = 0; r < R; r++) {
                 N dy = load<K, W>(row[r].dy + j, count);
                 N x = load<K, W>(row[r].x + j, count);
-                N centered = row[r].element.centered(x);
+                N centered = M::CENTER ? x - row[r].element.mean : x;
                 N xhat = row[r].element.scaled(centered);
                 N g = M::LAYER ? fma(dy, gamma, row[r].minus_pivot) : dy * gamma;  // u |g - m|
                 if (KEPT<T>) {
