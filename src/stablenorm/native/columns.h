@@ -36,12 +36,12 @@ struct ColumnSums {
 constexpr double ZEROS[COLUMNS + 16] = {};
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, ColumnSums& of) {
-    Index p = c.padded_n();
-    Index sizes = c.in_pairs ? 4 + which : 4;
+    Index p = padded(c.n);
+    Index sizes = c.plan.in_pairs ? 4 + which : 4;
     Index place = which * c.words() * p;
     bool deep = c.words() == 2;
-    if (c.tiles == 1) {
-        double* sums = c.sums + start;
+    if (c.plan.tiles == 1) {
+        double* sums = c.scratch.sums + start;
         of.high = sums + place;
         of.low = deep ? of.high + p : ZEROS;
         of.size = sums + sizes * p;
@@ -55,8 +55,8 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Column
     of.low = low;
     of.size = of.room[2];
     of.other = of.room[3];
-    for (Index tile = 0; tile < c.tiles; tile++) {
-        const double* sums = c.sums + c.sums_per_tile() * tile + start;
+    for (Index tile = 0; tile < c.plan.tiles; tile++) {
+        const double* sums = c.scratch.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + place, high, low, count);
         if (deep) merge_columns(sums + place + p, high, low, count);
         for (Index j = 0; c.nearest && j < count; j++) {
@@ -71,12 +71,14 @@ inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
     // The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the
     // reciprocal of its last bit.
     Errors worst = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++)
-        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
-    if (!c.in_pairs) {
+    for (Index tile = 0; tile < c.plan.tiles; tile++)
+        worst = {larger(worst.a, c.scratch.ranges[2 * tile]),
+            larger(worst.b, c.scratch.ranges[2 * tile + 1])};
+    if (!c.plan.in_pairs) {
         // Terms of dbeta are exact: its errors are those of its additions.
         if (which == 1)
-            worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>)*U};
+            worst = {
+                0, (double)(c.plan.tile_rows < PART_OF<true> ? c.plan.tile_rows : PART_OF<true>)*U};
         for (Index j = 0; j < count; j += 8) {
             Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
             Lanes<8> error =
@@ -89,8 +91,8 @@ inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
         }
         return;
     }
-    double bound = sums_bound(c.n, c.tile_rows, c.tiles);
-    double rows = (double)(c.tiles * c.tile_rows);
+    double bound = sums_bound(c.n, c.plan.tile_rows, c.plan.tiles);
+    double rows = (double)(c.plan.tiles * c.plan.tile_rows);
     // The sums of dy are multiples of the last bit of the smallest |dy|; if their low parts are at
     // most 2**52 times that, any two add up exactly as pairs.
     bool exact = which == 1 && rows * 0x1p-53 * rows * worst.a * worst.b <= 0x1p52;
@@ -233,21 +235,21 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         if (!c.nearest && of.low == ZEROS) return convert(of.high, out, count);
         uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
         // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
-        bool exact = which == 1 && c.dy.type == F16 && !c.in_pairs;
+        bool exact = which == 1 && c.dy.type == F16 && !c.plan.in_pairs;
         PairVectors sums = {of.high, of.low, c.nearest && !exact ? of.error : nullptr};
         round_pairs(out, sums, 1.0, count, uncertified);
         if constexpr (sizeof(To) < 8)
-            if (c.nearest && !c.in_pairs && !exact && !c.strided)
+            if (c.nearest && !c.plan.in_pairs && !exact && !c.plan.strided)
                 finish_uncertified(c, which, start, count, of, out, uncertified);
         // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64
         // sums that are not finite.
         const double nan = __builtin_nan("");
         for (Index j = 0; j < count; j++) {
-            if (c.in_pairs && of.high[j] != of.high[j]) {
+            if (c.plan.in_pairs && of.high[j] != of.high[j]) {
                 convert(&nan, out + j, 1);
                 c.nearest && (uncertified[j] = 0);
             }
-            if (c.nearest && !c.in_pairs)
+            if (c.nearest && !c.plan.in_pairs)
                 uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
         }
     });

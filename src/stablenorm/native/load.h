@@ -94,18 +94,18 @@ inline bool is_within(const double* v, Index n, double least) {
 
 // Widens gamma and beta; false if they, or eps, are out of range.
 inline bool prepare(const Call& c) {
-    widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
-    if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.wide_beta, c.n);
-    const double* gamma = c.wide_gamma;
-    const double* beta = c.wide_beta;
-    double* __restrict sizes = c.sizes;
-    for (Index j = 0, stop = c.padded_n(); sizes && j < stop; j++) {
+    widen(c.gamma, c.gamma_type, 1.0, c.scratch.gamma, c.n);
+    if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.scratch.beta, c.n);
+    const double* gamma = c.scratch.gamma;
+    const double* beta = c.scratch.beta;
+    double* __restrict sizes = c.scratch.sizes;
+    for (Index j = 0, stop = padded(c.n); sizes && j < stop; j++) {
         double size = magnitude(gamma[j]) + magnitude(beta[j]);
         // A bound of at least 2**-52 times this is at least LEAST_BOUND.
         sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
     }
     // float64 holds the products of float64 parameters and narrower data unless they are huge.
-    if (!c.pairs()) {
+    if (!c.has_pairs()) {
         bool moderate = c.gamma_type != F64 || is_within(gamma, c.n, 0);
         // |xhat| is at most sqrt(n): y stays below the largest number of its type.
         double largest = c.y.type == F16 ? 0x1p15 : 0x1p127;
@@ -115,10 +115,10 @@ inline bool prepare(const Call& c) {
         return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
     }
     // Finite numbers of narrow types are in range.
-    bool within = c.in_pairs ? is_within(c.wide_gamma, c.n, SMALLEST)
-                             : is_within(c.backward ? gamma : sizes, c.n, 0);
+    bool within = c.plan.in_pairs ? is_within(c.scratch.gamma, c.n, SMALLEST)
+                                  : is_within(c.backward ? gamma : sizes, c.n, 0);
     if (!within || c.backward) return within;
-    return (!c.in_pairs || is_within(beta, c.n, 0)) &&
+    return (!c.plan.in_pairs || is_within(beta, c.n, 0)) &&
            (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
 }
 

@@ -192,7 +192,7 @@ jobs::State run(Call& c, PyObject* threads) {
     if (ended == jobs::NO_MEMORY)
         PyErr_Format(PyExc_MemoryError,
             "%zd bytes of scratch memory are needed for rows of %zd elements, and could not be had",
-            c.scratch_bytes, c.n);
+            c.scratch.bytes, c.n);
     return ended;
 }
 bool is_done(jobs::State state) { return state == jobs::DONE || state == jobs::OVERFLOWED; }
@@ -262,10 +262,9 @@ bool make_forward(Arguments args, Call& c, Owned& own, Forward& made) {
         if (!see_rows(made.source, c.axes, c.x)) return false;
     }
     if (!see_rows(made.y, c.axes, c.y)) return false;
-    c.in_pairs = c.x.type == F64 || c.y.type == F64;
     c.over = c.y.data == c.x.data;
     bool keep = args[of_forward::keep] == Py_True;
-    made.marks = c.pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : Py_None;
+    made.marks = c.has_pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : Py_None;
     made.statistics = keep ? own(new_statistics(c, words_of(c))) : Py_None;
     return made.marks && made.statistics;
 }
@@ -277,7 +276,6 @@ PyObject* forward(PyObject*, Arguments args, Py_ssize_t count) {
     Owned own;
     Forward made;
     if (!see_forward(args, c) || !make_forward(args, c, own, made)) return declined();
-    jobs::plan(c);
     jobs::State state = run(c, args[of_forward::threads]);
     if (!is_done(state)) return declined();
     PyObject* norm = args[of_forward::norm];
@@ -403,8 +401,7 @@ bool make_gradients(Arguments args, Call& c, Owned& own, Backward& made) {
     }
     c.y.type = c.x.type;
     if (is_given(made.gradients[0]) && !see_results(made.gradients[0], c, c.y)) return false;
-    c.in_pairs = c.x.type == F64 || c.y.type == F64;
-    c.over = c.y.data && c.y.data == c.dy.data && !c.pairs();
+    c.over = c.y.data && c.y.data == c.dy.data && !c.has_pairs();
     return true;
 }
 
@@ -436,7 +433,7 @@ bool see_sums(Arguments args, Call& c, Backward& made) {
 
 // Makes marks of rows and of columns; false with an error.
 bool make_marks(Call& c, Owned& own, Backward& made) {
-    if (!c.pairs() && !c.over) return true;
+    if (!c.has_pairs() && !c.over) return true;
     made.marks = own(new_vector(c.rows, NPY_UINT8, c.marks));
     if (!made.marks) return false;
     // Rows that the forward found out of range have no rstd_lo.
@@ -444,7 +441,7 @@ bool make_marks(Call& c, Owned& own, Backward& made) {
         return c.rstd_lo && c.rstd_lo[i] != c.rstd_lo[i] && c.rstd[i] == c.rstd[i];
     };
     for (Index i = 0; i < c.rows; i++) c.marks[i] = is_lost(i) ? UNCERTIFIED | UNSUMMED : 0;
-    if (!c.pairs()) return true;
+    if (!c.has_pairs()) return true;
     made.uncertified = own(new_vector(2 * c.n, NPY_UINT8, c.uncertified[0]));
     if (!made.uncertified) return false;
     memset(c.uncertified[0], 0, (size_t)(2 * c.n));
@@ -471,7 +468,6 @@ PyObject* backward(PyObject*, Arguments args, Py_ssize_t count) {
     if (!see_backward(args, c, made) || !make_gradients(args, c, own, made) ||
         !see_sums(args, c, made) || !make_marks(c, own, made))
         return declined();
-    jobs::plan(c);
     jobs::State state = run(c, args[of_backward::threads]);
     if (!is_done(state)) return declined();
     if (!take_partial(c, own, made)) return nullptr;
@@ -482,7 +478,8 @@ PyObject* backward(PyObject*, Arguments args, Py_ssize_t count) {
     PyObject* dsum = args[of_backward::dsum];
     PyObject* axes = field(args[of_backward::cache], of_cache::axis);
     PyObject* statistics = field(args[of_backward::cache], of_cache::statistics);
-    bool unfinished = c.pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], 2 * c.n));
+    bool unfinished =
+        c.has_pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], 2 * c.n));
     if (unfinished &&
         !finish(FINISH_BACKWARD, "OOOOOOOOOOi", dy, made.x, made.norm, statistics, gradients, dsum,
             axes, made.marks, made.uncertified, made.partial, (int)c.unrounded))

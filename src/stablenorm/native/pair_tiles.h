@@ -33,7 +33,7 @@ NOINLINE inline void spoil_row(const Call& c, const Own& own, Index i) {
 // Writes a row of results, rounded; returns whether all are certain. write(sink) computes them.
 template <class Write>
 bool round_row(const Call& c, const Own& own, Index i, double bound, Write write) {
-    if (!c.nearest && !c.staged) {
+    if (!c.nearest && !c.plan.staged) {
         write(ToFloat64{(double*)row_of(c.y, i)});
         return true;
     }
@@ -148,7 +148,7 @@ template <bool LAYER> bool find_statistics(const Call& c, Index i, const double*
 // range of |dy|: the largest, and the reciprocal of the last bit of the smallest.
 template <bool LAYER>
 bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
-    Index apart = r * c.padded_n();
+    Index apart = r * padded(c.n);
     of.dy = row_as<double>(c.dy, i, c.n, own.dy[0] + apart);
     Range range = range_of(of.dy, c.n);
     if (range.least < SMALLEST || !(range.most <= LARGEST)) return false;
@@ -177,7 +177,7 @@ inline bool begin_at_centers(const Call& c, const Own& own, Back& of) {
     double* g = own.high;
     bool exact = true;
     for (Index j = 0; j < c.n; j++) {
-        Pair<double> product = two_product(number(of.dy + j), c.wide_gamma[j]);
+        Pair<double> product = two_product(number(of.dy + j), c.scratch.gamma[j]);
         g[j] = product.high;
         exact &= product.low == 0;
     }
@@ -187,7 +187,7 @@ inline bool begin_at_centers(const Call& c, const Own& own, Back& of) {
         return false;
     Sums along = {};
     of.pivot = {mean, 0};
-    pull<true, true, true>(of, columns_of<double>(c, 1), along, 0, {nullptr, c.padded_n(), false});
+    pull<true, true, true>(of, columns_of<double>(c, 1), along, 0, {nullptr, padded(c.n), false});
     finish_means(along, c.n, &of, 1);
     of.mean_g = {0, 0};
     return true;
@@ -199,7 +199,7 @@ template <bool LAYER> bool write_row_of_dx(const Call& c, const Own& own, Index 
         using Sink = decltype(sink);
         bool shift = LAYER && of.pivot.high != 0;
         auto how = shift ? write_dx<LAYER, LAYER, Sink> : write_dx<LAYER, false, Sink>;
-        return how(of, columns_of<double>(c, 1), c.padded_n(), sink);
+        return how(of, columns_of<double>(c, 1), padded(c.n), sink);
     };
     if (of.stats.rstd.high != of.stats.rstd.high) {
         spoil_results(c, own, i);
@@ -214,10 +214,10 @@ template <bool LAYER, bool SIZED>
 void backward(const Call& c, const Own& own, Tile tile, OverRows& over, double* range) {
     Sums along = {};
     Back rows[GROUP] = {};
-    for (Index top = tile.first; top < tile.stop; top += c.step) {
+    for (Index top = tile.first; top < tile.stop; top += c.plan.together) {
         Index at[GROUP];
         int count = 0;
-        for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
+        for (Index i = top; i < at_most(top + c.plan.together, tile.stop); i++) {
             if (c.marks[i]) continue;
             if (begin_row<LAYER>(c, own, i, count, range, rows[count])) {
                 pull_row<LAYER, SIZED>(c, rows[count], along, count, over);
@@ -229,7 +229,7 @@ void backward(const Call& c, const Own& own, Tile tile, OverRows& over, double* 
         for (int r = 0; r < count && c.y.data; r++)
             if (!write_row_of_dx<LAYER>(c, own, at[r], rows[r])) c.marks[at[r]] = UNCERTIFIED;
         over.held += count;
-        if (over.at && over.held > PART - c.step) {
+        if (over.at && over.held > PART - c.plan.together) {
             settle_columns(over, c.n);
             over.held = 0;
         }
@@ -244,14 +244,14 @@ template <bool LAYER> bool row_of_dx(const Call& c, const Own& own, Index i, Bac
         of.dy = nullptr;
         return false;
     }
-    pull_row<LAYER, true>(c, of, along, 0, {nullptr, c.padded_n(), true});
+    pull_row<LAYER, true>(c, of, along, 0, {nullptr, padded(c.n), true});
     finish_means(along, c.n, &of, 1);
     return !c.y.data || write_row_of_dx<LAYER>(c, own, i, of);
 }
 
 // Adds the terms of a row to the float64 sums of a tile, compensated.
 inline void add_row_to_sums(const Call& c, const Back& of, double* sums) {
-    Index p = c.padded_n();
+    Index p = padded(c.n);
     auto add = [&](N part, double* to) {
         for (int i = 0; i < N::REGISTERS_OF; i++)
             merge_columns((double*)&part.v[i], to + i * WIDEST, to + p + i * WIDEST, WIDEST);

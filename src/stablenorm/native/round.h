@@ -1,6 +1,7 @@
 // Results on their way out: pairs rounded once, rows added to.
 #pragma once
 #include "load.h"
+#include "scratch.h"
 
 namespace {
 

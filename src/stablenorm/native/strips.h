@@ -4,7 +4,7 @@
 #pragma once
 #include <utility>
 
-#include "call.h"
+#include "scratch.h"
 #include "rows.h"
 
 namespace {
@@ -117,7 +117,7 @@ template <bool GATHER> void move_strip(const Rows& a, Index n, Tile strip, const
 // Calls f(call, rows) for the rows of a tile: at once, or strip by strip, with a call whose rows
 // are plain.
 template <class F> void each_strip(const Call& c, const Own& own, Tile tile, F f) {
-    if (!c.strided) return f(c, tile);
+    if (!c.plan.strided) return f(c, tile);
     Call plain = c;
     for (Index first = tile.first; first < tile.stop; first += STRIP) {
         Tile strip = {first, at_most(first + STRIP, tile.stop)};

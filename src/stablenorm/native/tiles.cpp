@@ -38,23 +38,23 @@ template <class T> void keep_statistics(const Call& c, const Group<T, Stats>& gr
 
 template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, Tile tile) {
     using M = Fast<LAYER>;
-    Columns columns = columns_of<T>(c, c.step);
+    Columns columns = columns_of<T>(c, c.plan.together);
     auto measure = [&](Group<T, Stats>& group) {
         statistics<LAYER, false>(group.x, group.count, c.n, c.eps, group.of);
     };
     auto write = [&](const Group<T, Stats>& group) {
         for (int r = 0; r < group.count; r++) keep_statistics(c, group, r);
         // y of another type than x.
-        for (int r = 0; r < group.count && c.staged; r++) {
+        for (int r = 0; r < group.count && c.plan.staged; r++) {
             Store<double, 1> sink = {{own.high}};
             write_y<M, 1>(group.x + r, group.of, r, columns, sink);
             round_row_of_float64(c, own, group.top + r, row_of(c.y, group.top + r));
         }
-        if (c.staged) return;
+        if (c.plan.staged) return;
         each_two(group.count, [&](int r, auto rows) {
             constexpr int R = decltype(rows)::value;
             Store<T, R> sink;
-            sink.past = c.past;
+            sink.past = c.plan.past;
             point_at(c.y, group.top + r, sink.to);
             write_y<M, R>(group.x + r, group.of, r, columns, sink);
         });
@@ -66,12 +66,12 @@ template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, 
 // not certify.
 template <bool LAYER, int R, class T>
 void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, int r) {
-    Columns columns = columns_of<T>(c, c.step);
+    Columns columns = columns_of<T>(c, c.plan.together);
     const Stats& of = group.of;
     Errors errors[R];
     static_assert(R <= sizeof own.failed / sizeof *own.failed, "a row needs a list");
     Test<T, R> sink;
-    sink.past = c.past;
+    sink.past = c.plan.past;
     point_at(c.y, group.top + r, sink.to);
     // Rows of a group are usually alike: let the first decide.
     bool near = !is_far(magnitude(of.mean[0]) * of.rstd[0]);
@@ -130,7 +130,7 @@ bool is_finite(Type type, const char* row, Index n) {
 void put_over_dy(const Call& c, Index i, const char* dx) {
     char* dy = row_of(c.y, i);
     bool overflowed = pool::has_overflowed();
-    if (overflowed) __atomic_store_n(c.overflowed, true, __ATOMIC_RELAXED);
+    if (overflowed) __atomic_store_n(c.scratch.overflowed, true, __ATOMIC_RELAXED);
     c.marks[i] = overflowed && !is_finite(c.y.type, dx, c.n) && is_finite(c.y.type, dy, c.n) &&
                  is_finite(c.x.type, row_of(c.x, i), c.n);
     if (!c.marks[i]) memcpy(dy, dx, (size_t)(c.n * BYTES[c.y.type]));
@@ -147,12 +147,12 @@ INLINE void begin_row(const Call& c, Index i, double* kept, Back<T>& of) {
     of.dy = (const T*)row_of(c.dy, i);
     of.x = (const T*)row_of(c.x, i);
     of.centered = kept;
-    of.g = kept + c.padded_n();
+    of.g = kept + padded(c.n);
     of.rstd = c.rstd[i];
     if (M::LAYER) {
         of.mean = c.mean[i];
         of.mean_lo = c.mean_lo[i];
-        of.pivot = pivot_of(of.dy, c.wide_gamma, c.n);
+        of.pivot = pivot_of(of.dy, c.scratch.gamma, c.n);
     }
 }
 
@@ -174,12 +174,12 @@ void bound_row(const Call& c, const Own& own, Index i, Back<T>& of, Errors& wors
 template <class M, class T>
 void write_fast(const Call& c, const Own& own, Index i, const Back<T>& of, const Columns& columns) {
     char* to = c.over ? (char*)own.low : row_of(c.y, i);
-    if (c.staged) {
+    if (c.plan.staged) {
         Store<double, 1> sink = {{own.high}};
         write_dx<M>(of, columns, sink);
         round_row_of_float64(c, own, i, to);
     } else {
-        Store<T, 1> sink = {{(T*)to}, c.past && !c.over};
+        Store<T, 1> sink = {{(T*)to}, c.plan.past && !c.over};
         write_dx<M>(of, columns, sink);
     }
     if (c.over) put_over_dy(c, i, to);
@@ -196,7 +196,7 @@ bool write_nearest(
         memset(dx, 0, (size_t)c.n * sizeof(T));
         return true;
     }
-    Test<T, 1> sink = {{dx}, c.past, {of.bound}, {{own.failed[0], 0}}};
+    Test<T, 1> sink = {{dx}, c.plan.past, {of.bound}, {{own.failed[0], 0}}};
     write_dx<M>(of, columns, sink);
     return bounded && (sink.failed[0].count == 0 || settle_dx<M>(of, columns, sink.draft(0)));
 }
@@ -209,10 +209,10 @@ void backward_groups(const Call& c, const Own& own, Tile& rest, PartSums& sums) 
     auto begin = [&](Index top, int which) {
         for (int r = 0; r < R; r++) {
             Back<T>& of = groups[which][r];
-            begin_row<M>(c, top + r, own.kept + (which * R + r) * 2 * c.padded_n(), of);
+            begin_row<M>(c, top + r, own.kept + (which * R + r) * 2 * padded(c.n), of);
             if constexpr (M::NEAREST) bound_row<M>(c, own, top + r, of, sums.worst);
         }
-        pull<M, R>(groups[which], c.n, c.wide_gamma, sums.over);
+        pull<M, R>(groups[which], c.n, c.scratch.gamma, sums.over);
     };
     auto write = [&](Index i, const Back<T>& of) {
         if constexpr (!M::NEAREST)
@@ -246,7 +246,7 @@ void backward_part(const Call& c, const Own& own, Tile part, PartSums& sums) {
 template <class M, class T>
 void backward_parts(const Call& c, const Own& own, Tile tile, double* sums, Errors& worst) {
     constexpr Index most = PART_OF<M::NEAREST>;
-    Index p = c.padded_n();
+    Index p = padded(c.n);
     double* of_dbeta = sums + c.words() * p;
     PartSums part = {{sums, of_dbeta, sums + 4 * p, sums + 5 * p}, {0, 0}};
     for (double* high : {sums, of_dbeta})
@@ -262,7 +262,7 @@ void backward_parts(const Call& c, const Own& own, Tile tile, double* sums, Erro
         merge_columns(part.over.dgamma, sums, sums + p, c.n);
         merge_columns(part.over.dbeta, of_dbeta, of_dbeta + p, c.n);
     }
-    worst = {part.worst.a + (double)at_most(most, c.tile_rows) * U, part.worst.b};
+    worst = {part.worst.a + (double)at_most(most, c.plan.tile_rows) * U, part.worst.b};
 }
 
 // The second rung for a row, and its terms of the sums, which float64 may have left out. Returns
@@ -279,16 +279,16 @@ bool row_of_dx_and_sums(const Call& c, const Own& own, Index i, double* sums) {
 
 template <class M, class T> void backward(const Call& c, const Own& own, Index number) {
     Tile tile = tile_of(c, number);
-    double* sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr;
+    double* sums = c.is_summing() ? c.scratch.sums + c.sums_per_tile() * number : nullptr;
     if (sums) {
         Errors worst;
         backward_parts<M, T>(c, own, tile, sums, worst);
-        c.ranges[2 * number] = worst.a;
-        c.ranges[2 * number + 1] = worst.b;
+        c.scratch.ranges[2 * number] = worst.a;
+        c.scratch.ranges[2 * number + 1] = worst.b;
     } else {
         // Nobody wants dgamma or dbeta. They are computed all the same, into scratch memory:
         // leaving them out would take a second version of the loop.
-        Index p = c.padded_n();
+        Index p = padded(c.n);
         double* part = own.part;
         PartSums unwanted = {{part, part + p, part + 2 * p, part + 3 * p}, {0, 0}};
         backward_part<M, T>(c, own, tile, unwanted);
@@ -306,16 +306,16 @@ template <class M, class T> void backward(const Call& c, const Own& own, Index n
 // ---- one instruction set ----
 
 void backward_in_pairs(const Call& c, const Own& own, Index number) {
-    pairs::OverRows over = {nullptr, c.padded_n(), c.nearest};
+    pairs::OverRows over = {nullptr, padded(c.n), c.nearest};
     double* range = nullptr;
-    if (c.summing()) {
-        over.at = c.sums + c.sums_per_tile() * number;
-        range = c.ranges + 2 * number;
+    if (c.is_summing()) {
+        over.at = c.scratch.sums + c.sums_per_tile() * number;
+        range = c.scratch.ranges + 2 * number;
         memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double));
         range[0] = range[1] = 0;
     }
     auto back = c.rms ? pairs::backward<false, false> : pairs::backward<true, false>;
-    if (c.staged) back = c.rms ? pairs::backward<false, true> : pairs::backward<true, true>;
+    if (c.plan.staged) back = c.rms ? pairs::backward<false, true> : pairs::backward<true, true>;
     each_strip(c, own, tile_of(c, number),
         [&](const Call& plain, Tile strip) { back(plain, own, strip, over, range); });
     if (over.at && over.held) pairs::settle_columns(over, c.n);
@@ -352,10 +352,10 @@ void do_tile(const Call& c, Index number, int thread) {
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         if constexpr (sizeof(T) < 8)
-            if (!c.in_pairs) rows = c.rms ? do_rows<false, T> : do_rows<true, T>;
+            if (!c.plan.in_pairs) rows = c.rms ? do_rows<false, T> : do_rows<true, T>;
     });
     rows(c, own, number);
-    if (c.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (c.plan.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 }  // namespace
