@@ -25,7 +25,7 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
         out_of_range += is_out_of_range<LAYER>(of, 0, x, n);
         RowStats at = of.at(0, LAYER ? __builtin_nan("") : 0);
         write_y<LAYER>(x, at, columns, ToPairs{y, y + apart, y + 2 * apart});
-        Back row = {dy, x, xhat.data(), at, {0, 0}, {}, {}, 0};
+        Back row = {dy, x, xhat.data(), {}, at, {0, 0}, {}, {}, 0};
         if (LAYER) row.pivot = pivot_of(dy, columns);
         bool shift = LAYER && row.pivot.high != 0;
         Sums along = {};
@@ -62,8 +62,8 @@ Back<float> pulled(Back<float> row, Index n, const double* gamma, const Stats& o
     row.pivot = LAYER ? pivot_of(row.dy, gamma, n) : 0;
     double* sums = over.data();
     size_t apart = over.size() / 4;
-    OverRows places = {sums, sums + apart, sums + 2 * apart, sums + 3 * apart, true};
-    pull<Mode<LAYER, CENTER, true>, 1>(&row, n, gamma, places);
+    OverRows places = {gamma, sums, sums + apart, sums + 2 * apart, sums + 3 * apart, true};
+    pull<Mode<LAYER, CENTER, true>, 1>(&row, n, places);
     return row;
 }
 

@@ -65,6 +65,7 @@ INLINE Errors errors_again(double spread, double rstd, double eps, double M, dou
 
 // Sums over rows: the gradients and, NEAREST, the squares of dy and xhat, which bound their errors.
 struct OverRows {
+    const double* gamma;
     double* dgamma;
     double* dbeta;
     double* dy_squares;
@@ -104,57 +105,65 @@ template <class M, class T> struct RowOfPull {
           element(of.mean, of.mean_lo, of.rstd) {}
 };
 
-// Sums along R rows; dy and dy * xhat are added to the sums over rows, which FIRST begins.
-template <class M, int R, bool FIRST, class T>
-NOINLINE auto sums_of(
-    const Back<T>* rows, Index n, const double* __restrict gammas, OverRows over) {
-    using N = LanesOfPull<M::NEAREST>;
+// Adds a register of columns of R rows to the sums along them; dy and dy * xhat to those over rows,
+// which FIRST begins.
+template <class M, bool FIRST, int R, class T, class V>
+INLINE void pull_columns(const RowOfPull<M, T> (&row)[R], Index j, Index count,
+    const OverRows& over, AlongRows<R, V>& along) {
     constexpr int K = LANES_OF_PULL<M::NEAREST>;
-    constexpr int W = K / N::REGISTERS_OF;
+    constexpr int W = K / V::REGISTERS_OF;
+    double* __restrict dgammas = over.dgamma + j;
+    double* __restrict dbetas = over.dbeta + j;
+    double* __restrict dy_squares = over.dy_squares + j;
+    double* __restrict xhat_squares = over.xhat_squares + j;
+    V gamma = load<K, W>(over.gamma + j);
+    V dgamma = FIRST ? V{} : load<K, W>(dgammas);
+    V dbeta = FIRST ? V{} : load<K, W>(dbetas);
+    V dy_square = FIRST || !M::NEAREST ? V{} : load<K, W>(dy_squares);
+    V xhat_square = FIRST || !M::NEAREST ? V{} : load<K, W>(xhat_squares);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        V dy = load<K, W>(row[r].dy + j, count);
+        V x = load<K, W>(row[r].x + j, count);
+        V centered = row[r].element.centered(x);
+        V xhat = row[r].element.scaled(centered);
+        V g = M::LAYER ? fma(dy, gamma, row[r].minus_pivot) : dy * gamma;  // u |g - m|
+        if (KEPT<T>) {
+            store(row[r].centered + j, centered);
+            store(row[r].g + j, g);
+        }
+        if (count < K) g = first(g, count);
+        if (M::LAYER) along.g[r] = along.g[r] + g;
+        along.slope[r] = fma(g, xhat, along.slope[r]);
+        dbeta = dbeta + dy;              // u |dy|
+        dgamma = fma(dy, xhat, dgamma);  // |dy| (a |xhat| + b), and u |dy xhat|
+        if (M::NEAREST) {
+            along.square[r] = fma(g, g, along.square[r]);
+            dy_square = fma(dy, dy, dy_square);
+            xhat_square = fma(xhat, xhat, xhat_square);
+        }
+    }
+    store(dgammas, dgamma);
+    store(dbetas, dbeta);
+    if (M::NEAREST) {
+        store(dy_squares, dy_square);
+        store(xhat_squares, xhat_square);
+    }
+}
+
+template <class M, int R, bool FIRST, class T>
+NOINLINE auto sums_of(const Back<T>* rows, Index n, const OverRows& to) {
+    constexpr int K = LANES_OF_PULL<M::NEAREST>;
     constexpr Index block = BLOCK<M::NEAREST, RUN_BACK * K>;
-    Blocks<M::NEAREST, AlongRows<R, N>> blocks;
+    using Along = AlongRows<R, LanesOfPull<M::NEAREST>>;
+    Blocks<M::NEAREST, Along> blocks;
+    const OverRows over = to;
     RowOfPull<M, T> row[R];
     for (int r = 0; r < R; r++) row[r] = rows[r];
     for (Index start = 0; start < n; start += block) {
-        AlongRows<R, N> along = {};
+        Along along = {};
         each_columns<K>(start, at_most(start + block, n), [&](Index j, Index count) INLINE_LAMBDA {
-            double* __restrict dgammas = over.dgamma + j;
-            double* __restrict dbetas = over.dbeta + j;
-            double* __restrict dy_squares = over.dy_squares + j;
-            double* __restrict xhat_squares = over.xhat_squares + j;
-            N gamma = load<K, W>(gammas + j);
-            N dgamma = FIRST ? N{} : load<K, W>(dgammas);
-            N dbeta = FIRST ? N{} : load<K, W>(dbetas);
-            N dy_square = FIRST || !M::NEAREST ? N{} : load<K, W>(dy_squares);
-            N xhat_square = FIRST || !M::NEAREST ? N{} : load<K, W>(xhat_squares);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                N dy = load<K, W>(row[r].dy + j, count);
-                N x = load<K, W>(row[r].x + j, count);
-                N centered = M::CENTER ? x - row[r].element.mean : x;
-                N xhat = row[r].element.scaled(centered);
-                N g = M::LAYER ? fma(dy, gamma, row[r].minus_pivot) : dy * gamma;  // u |g - m|
-                if (KEPT<T>) {
-                    store(row[r].centered + j, centered);
-                    store(row[r].g + j, g);
-                }
-                if (count < K) g = first(g, count);
-                if (M::LAYER) along.g[r] = along.g[r] + g;
-                along.slope[r] = fma(g, xhat, along.slope[r]);
-                dbeta = dbeta + dy;              // u |dy|
-                dgamma = fma(dy, xhat, dgamma);  // |dy| (a |xhat| + b), and u |dy xhat|
-                if (M::NEAREST) {
-                    along.square[r] = fma(g, g, along.square[r]);
-                    dy_square = fma(dy, dy, dy_square);
-                    xhat_square = fma(xhat, xhat, xhat_square);
-                }
-            }
-            store(dgammas, dgamma);
-            store(dbetas, dbeta);
-            if (M::NEAREST) {
-                store(dy_squares, dy_square);
-                store(xhat_squares, xhat_square);
-            }
+            pull_columns<M, FIRST>(row, j, count, over, along);
         });
         blocks.add(along);
     }
@@ -162,10 +171,8 @@ NOINLINE auto sums_of(
 }
 
 // Pass 1 of R rows.
-template <class M, int R, class T>
-INLINE void pull(Back<T>* rows, Index n, const double* gamma, OverRows& over) {
-    auto sums =
-        (over.begun ? sums_of<M, R, false, T> : sums_of<M, R, true, T>)(rows, n, gamma, over);
+template <class M, int R, class T> INLINE void pull(Back<T>* rows, Index n, OverRows& over) {
+    auto sums = (over.begun ? sums_of<M, R, false, T> : sums_of<M, R, true, T>)(rows, n, over);
     over.begun = true;
     double chain = chain_of(n, LANES_OF_PULL<M::NEAREST>, RUN_BACK);
     for (int r = 0; r < R; r++) {

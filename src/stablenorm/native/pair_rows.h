@@ -367,6 +367,7 @@ NOINLINE Sink write_y(const double* xs, const RowStats& of, const Columns& colum
 struct Back {
     const double *dy, *x;
     double* xhat;
+    Range of_dy;
     RowStats stats;
     Pair<double> pivot, mean_g, slope;
     double size;

@@ -144,23 +144,16 @@ template <bool LAYER> bool find_statistics(const Call& c, Index i, const double*
     return true;
 }
 
-// Loads row i as row r of a group; false if it is out of range. of_tile, unless it is null, gathers the
-// range of |dy|: the largest, and the reciprocal of the last bit of the smallest.
-template <bool LAYER>
-bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
+// Loads row i as row r of a group; false if it is out of range.
+template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, Back& of) {
     Index apart = r * padded(c.n);
     of.dy = row_as<double>(c.dy, i, c.n, own.dy[0] + apart);
-    Range range = range_of(of.dy, c.n);
-    if (range.least < SMALLEST || !(range.most <= LARGEST)) return false;
+    of.of_dy = range_of(of.dy, c.n);
+    if (of.of_dy.least < SMALLEST || !(of.of_dy.most <= LARGEST)) return false;
     of.x = row_as<double>(c.x, i, c.n, own.x[0] + apart);
     of.xhat = own.xhat + 2 * apart;
-    if (!find_statistics<LAYER>(c, i, of.x, of.stats)) return false;
-    if (of_tile && range.most != 0) {
-        of_tile[0] = larger(of_tile[0], range.most);
-        of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.least);
-    }
     of.pivot = LAYER ? pivot_of(of.dy, columns_of<double>(c, 1)) : Pair<double>{0, 0};
-    return true;
+    return find_statistics<LAYER>(c, i, of.x, of.stats);
 }
 
 // Pass 1 of row r of a group.
@@ -210,6 +203,14 @@ template <bool LAYER> bool write_row_of_dx(const Call& c, const Own& own, Index 
     return LAYER && begin_at_centers(c, own, of) && round_row(c, own, i, bound, write);
 }
 
+// Adds the range of |dy| of a row to that of a tile: the largest, and the reciprocal of the last bit
+// of the smallest.
+inline void add_range(const Call& c, Range of_dy, double* of_tile) {
+    if (of_dy.most == 0) return;
+    of_tile[0] = larger(of_tile[0], of_dy.most);
+    of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / of_dy.least);
+}
+
 template <bool LAYER, bool SIZED>
 void backward(const Call& c, const Own& own, Tile tile, OverRows& over, double* range) {
     Sums along = {};
@@ -219,7 +220,8 @@ void backward(const Call& c, const Own& own, Tile tile, OverRows& over, double* 
         int count = 0;
         for (Index i = top; i < at_most(top + c.plan.together, tile.stop); i++) {
             if (c.marks[i]) continue;
-            if (begin_row<LAYER>(c, own, i, count, range, rows[count])) {
+            if (begin_row<LAYER>(c, own, i, count, rows[count])) {
+                if (range) add_range(c, rows[count].of_dy, range);
                 pull_row<LAYER, SIZED>(c, rows[count], along, count, over);
                 at[count++] = i;
             } else
@@ -240,7 +242,7 @@ void backward(const Call& c, const Own& own, Tile tile, OverRows& over, double* 
 // no dy if it is out of range.
 template <bool LAYER> bool row_of_dx(const Call& c, const Own& own, Index i, Back& of) {
     Sums along = {};
-    if (!begin_row<LAYER>(c, own, i, 0, nullptr, of)) {
+    if (!begin_row<LAYER>(c, own, i, 0, of)) {
         of.dy = nullptr;
         return false;
     }

@@ -212,7 +212,7 @@ void backward_groups(const Call& c, const Own& own, Tile& rest, PartSums& sums) 
             begin_row<M>(c, top + r, own.kept + (which * R + r) * 2 * padded(c.n), of);
             if constexpr (M::NEAREST) bound_row<M>(c, own, top + r, of, sums.worst);
         }
-        pull<M, R>(groups[which], c.n, c.scratch.gamma, sums.over);
+        pull<M, R>(groups[which], c.n, sums.over);
     };
     auto write = [&](Index i, const Back<T>& of) {
         if constexpr (!M::NEAREST)
@@ -248,7 +248,7 @@ void backward_parts(const Call& c, const Own& own, Tile tile, double* sums, Erro
     constexpr Index most = PART_OF<M::NEAREST>;
     Index p = padded(c.n);
     double* of_dbeta = sums + c.words() * p;
-    PartSums part = {{sums, of_dbeta, sums + 4 * p, sums + 5 * p}, {0, 0}};
+    PartSums part = {{c.scratch.gamma, sums, of_dbeta, sums + 4 * p, sums + 5 * p}, {0, 0}};
     for (double* high : {sums, of_dbeta})
         if (c.words() == 2) memset(high + p, 0, (size_t)p * sizeof(double));
     for (Index top = tile.first; top < tile.stop; top += most) {
@@ -290,7 +290,7 @@ template <class M, class T> void backward(const Call& c, const Own& own, Index n
         // leaving them out would take a second version of the loop.
         Index p = padded(c.n);
         double* part = own.part;
-        PartSums unwanted = {{part, part + p, part + 2 * p, part + 3 * p}, {0, 0}};
+        PartSums unwanted = {{c.scratch.gamma, part, part + p, part + 2 * p, part + 3 * p}, {0, 0}};
         backward_part<M, T>(c, own, tile, unwanted);
     }
     if constexpr (M::NEAREST)
