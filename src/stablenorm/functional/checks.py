@@ -27,6 +27,7 @@ from stablenorm.types import (
     Shape,
     check_eps,
     check_record,
+    new_norm,
     real,
 )  # fmt: skip
 
@@ -63,7 +64,7 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
-    return _new(Norm, (gamma, beta, eps, norm.kind, offset, rounding))
+    return new_norm((gamma, beta, eps, norm.kind, offset, rounding))
 
 
 def refuse_misplaced(norm: Norm) -> None:

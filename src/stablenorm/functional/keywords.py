@@ -77,7 +77,7 @@ from stablenorm.functional.layout import Layout, Lead, layout_of
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.reference.sums import NOTHING, PARTIAL, merged
-from stablenorm.types import Array, Cache, Norm, Statistics
+from stablenorm.types import Array, Cache, Norm, Statistics, new_norm
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__
@@ -141,7 +141,7 @@ def _norm_of(backend: str, norm: Norm, layout: Layout) -> tuple[Norm, bool]:
         contiguous = arrays_of(backend).contiguous
         gamma = gamma if gamma is None else contiguous(gamma).reshape(-1)
         beta = beta if beta is None else contiguous(beta).reshape(-1)
-    return _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding)), is_plain
+    return new_norm((gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding)), is_plain
 
 
 # ---- the loops over parts ----
@@ -172,7 +172,7 @@ def forward(backend: str, call: Forward, layout: Layout, where: Array | None) ->
     if norm.kind == "layer":
         words = [zeros] * 5 + words[5:]
     for i, ((at, rows, *_), gamma, beta) in enumerate(zip(parts, gammas, betas, strict=True)):
-        own = _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
+        own = new_norm((gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
         some, is_view = x[at], isinstance(at, slice)
         of_y = y[at] if is_view else np.empty(some.shape, y.dtype)
         added = (None, None) if residual is None else (residual[at], total[at])
@@ -200,7 +200,7 @@ def backward(
         main, of_beta = layout.lead_of(norm.gamma), sum_lead or layout.lead_of(norm.beta)
         if call.dgamma is not None and sum_lead is not None:
             main = sum_lead
-    own = _new(Norm, (norm.gamma, None, norm.eps, norm.kind, 0.0, norm.rounding))
+    own = new_norm((norm.gamma, None, norm.eps, norm.kind, 0.0, norm.rounding))
     inputs, others = (call.dy, call.x), (call.dsum, call.partial, call.threads)
     if call.dbeta is not None and of_beta != main:
         # dbeta alone needs no gamma, which may have another lead.
@@ -275,7 +275,7 @@ def _one_pass(
 def _part_of(call: Backward, part: Part, gamma: Any, sums: list[Any], i: int) -> Backward:
     """Return the backward of part `i`, whose sums are packed into row i of `sums`."""
     at, rows, *_ = part
-    own = _new(Norm, (gamma, None, call.norm.eps, call.norm.kind, 0.0, call.norm.rounding))
+    own = new_norm((gamma, None, call.norm.eps, call.norm.kind, 0.0, call.norm.rounding))
     words = []
     for word in call.statistics:
         words.append(word if word is None else word[rows])

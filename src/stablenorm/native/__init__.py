@@ -23,7 +23,7 @@ from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.reference import uncertified
 from stablenorm.reference.sums import PARTIAL
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, Cache, Gradients, Norm, Statistics
+from stablenorm.types import Array, Cache, Gradients, Norm, Statistics, new_norm
 
 try:
     from stablenorm import _core
@@ -92,7 +92,7 @@ def backward(call: Backward) -> None:
     norm = call.norm
     if call.dbeta is not None and not call.partial:
         # Kernels return the gradient of what there is: dbeta stands for beta, which no backward reads.
-        norm = _new(Norm, (norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
+        norm = new_norm((norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
     cache = _new(Cache, (call.x, norm, (1,), call.statistics, "native", None))
     wanted: list[str] = []
     if call.dx is not None:
