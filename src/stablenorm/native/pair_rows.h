@@ -84,14 +84,14 @@ template <class Add, class... Sums> INLINE void add_columns(Index n, Add add, Su
 // at once, a row in each lane.
 struct Sums {
     double lanes[2][2][P][GROUP];  // which sum, high or low
-    INLINE void put(int which, int r, Pairs a) {
+    INLINE void put(int sum, int r, Pairs a) {
         for (int i = 0; i < P; i++) {
-            lanes[which][0][i][r] = a.high.v[i / WIDEST][i % WIDEST];
-            lanes[which][1][i][r] = a.low.v[i / WIDEST][i % WIDEST];
+            lanes[sum][0][i][r] = a.high.v[i / WIDEST][i % WIDEST];
+            lanes[sum][1][i][r] = a.low.v[i / WIDEST][i % WIDEST];
         }
     }
-    INLINE Pairs total(int which) const {
-        const auto& of = lanes[which];
+    INLINE Pairs total(int sum) const {
+        const auto& of = lanes[sum];
         Pairs a[P];
         for (int i = 0; i < P; i++) a[i] = {load<GROUP>(of[0][i]), load<GROUP>(of[1][i])};
         for (int half = P / 2; half; half /= 2)
@@ -99,10 +99,10 @@ struct Sums {
         return settled(a[0]);
     }
     // The means of n columns.
-    INLINE Pairs mean(int which, Index n) const {
+    INLINE Pairs mean(int sum, Index n) const {
         double share = 1 / (double)n;
         Pair<double> reciprocal = {share, fma(-share, (double)n, 1) / (double)n};
-        return settled(total(which) * broadcast_pair(reciprocal));
+        return settled(total(sum) * broadcast_pair(reciprocal));
     }
 };
 
@@ -467,10 +467,8 @@ NOINLINE inline void finish_means(const Sums& along, Index n, Back* rows, int co
 // Renews the pairs of the sums over rows, whose low parts grow as those along rows.
 NOINLINE inline void settle_columns(OverRows over, Index n) {
     for (Index j = 0; j < n; j += P)
-        for (int which = 0; which < 4; which += 2) {
-            double* at = over.at + which * over.apart + j;
-            store_pair(at, over.apart, settled(load_pair(at, over.apart)));
-        }
+        for (double* of : {over.at, over.at + 2 * over.apart})
+            store_pair(of + j, over.apart, settled(load_pair(of + j, over.apart)));
 }
 
 // Pass 2; xhat, whose low part is `apart` behind, is that of pass 1.

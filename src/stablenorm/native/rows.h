@@ -343,7 +343,7 @@ INLINE bool is_behind(const void* to, const void* from) {
 constexpr int SECOND_LEVEL = 2;
 constexpr Index NEAR = 1024;
 
-// Pass 2 of the forward: y of R rows, with statistics r and on.
+// Pass 2 of the forward: y of R rows of a group, from row r on, into a sink of R rows.
 template <class M, int R, class T, class Sink>
 NOINLINE void write_y(
     const T* const* rows, const Stats& of, int r, const Columns& columns, Sink& sink) {
@@ -355,7 +355,7 @@ NOINLINE void write_y(
     const T* x[R];
     for (int i = 0; i < R; i++) {
         element[i] = {of.mean[r + i], of.mean_lo[r + i], of.rstd[r + i]};
-        x[i] = rows[i];
+        x[i] = rows[r + i];
     }
     auto compute = [&](Index j, Index count, Lanes<K>* v) INLINE_LAMBDA {
         Lanes<K> gamma = load<K>(at.gamma + j);

@@ -47,7 +47,7 @@ template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, 
         // y of another type than x.
         for (int r = 0; r < group.count && c.plan.staged; r++) {
             Store<double, 1> sink = {{own.high}};
-            write_y<M, 1>(group.x + r, group.of, r, columns, sink);
+            write_y<M, 1>(group.x, group.of, r, columns, sink);
             round_row_of_float64(c, own, group.top + r, row_of(c.y, group.top + r));
         }
         if (c.plan.staged) return;
@@ -56,7 +56,7 @@ template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, 
             Store<T, R> sink;
             sink.past = c.plan.past;
             point_at(c.y, group.top + r, sink.to);
-            write_y<M, R>(group.x + r, group.of, r, columns, sink);
+            write_y<M, R>(group.x, group.of, r, columns, sink);
         });
     };
     each_group<T, Stats>(c, own, tile, measure, write);
@@ -87,9 +87,9 @@ void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, i
         sink.failed[k] = {own.failed[k], 0};
     }
     if (near)
-        write_y<Near<LAYER>, R>(group.x + r, of, r, columns, sink);
+        write_y<Near<LAYER>, R>(group.x, of, r, columns, sink);
     else
-        write_y<Far<LAYER>, R>(group.x + r, of, r, columns, sink);
+        write_y<Far<LAYER>, R>(group.x, of, r, columns, sink);
     for (int k = 0; k < R; k++) {
         auto settle_row = [&] {
             ElementOfY<Far<LAYER>, T> element(of.mean[r + k], of.mean_lo[r + k], of.rstd[r + k]);
@@ -206,13 +206,13 @@ template <class M, int R, class T>
 void backward_groups(const Call& c, const Own& own, Tile& rest, PartSums& sums) {
     Back<T> groups[2][R];
     Columns columns = columns_of<T>(c, R);
-    auto begin = [&](Index top, int which) {
+    auto begin = [&](Index top, int place) {
         for (int r = 0; r < R; r++) {
-            Back<T>& of = groups[which][r];
-            begin_row<M>(c, top + r, own.kept + (which * R + r) * 2 * padded(c.n), of);
+            Back<T>& of = groups[place][r];
+            begin_row<M>(c, top + r, own.kept + (place * R + r) * 2 * padded(c.n), of);
             if constexpr (M::NEAREST) bound_row<M>(c, own, top + r, of, sums.worst);
         }
-        pull<M, R>(groups[which], c.n, sums.over);
+        pull<M, R>(groups[place], c.n, sums.over);
     };
     auto write = [&](Index i, const Back<T>& of) {
         if constexpr (!M::NEAREST)

@@ -40,13 +40,13 @@ template <class T, class Stats> struct Group {
 template <class T, class Stats, class Measure, class Write>
 INLINE void each_group(const Call& c, const Own& own, Tile tile, Measure measure, Write write) {
     Group<T, Stats> groups[2];
-    auto begin = [&](Index top, int which) {
-        Group<T, Stats>& group = groups[which];
+    auto begin = [&](Index top, int place) {
+        Group<T, Stats>& group = groups[place];
         group.top = top;
         group.count = (int)at_most(tile.stop - top, c.plan.together);
         for (int r = 0; r < group.count; r++) {
             if (c.source.data) add_residual(c, top + r);
-            group.x[r] = row_as<T>(c.x, top + r, c.n, own.x[which] + r * padded(c.n));
+            group.x[r] = row_as<T>(c.x, top + r, c.n, own.x[place] + r * padded(c.n));
         }
         measure(group);
     };
