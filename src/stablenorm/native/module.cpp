@@ -83,14 +83,9 @@ template <class T> bool has_any(const T* v, Index count) {
 }
 // The axes of a cache, in order.
 PyObject* named_axes(uint64_t axes) {
-    PyObject* list = PyList_New(0);
-    for (int k = 0; list && k < 64; k++) {
-        PyObject* number = axes >> k & 1 ? PyLong_FromLong(k) : nullptr;
-        if (number) PyList_Append(list, number);
-        Py_XDECREF(number);
-    }
-    PyObject* tuple = list ? PyList_AsTuple(list) : nullptr;
-    Py_XDECREF(list);
+    PyObject* tuple = PyTuple_New(__builtin_popcountll(axes));
+    for (Py_ssize_t i = 0; tuple && axes; axes &= axes - 1)
+        PyTuple_SetItem(tuple, i++, PyLong_FromLong(__builtin_ctzll(axes)));
     return tuple;
 }
 // None, unless there is an error.

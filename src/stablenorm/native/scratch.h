@@ -33,9 +33,9 @@ inline Index strip_stride(const Call& c, Type type) {
 
 // Scratch memory of one thread.
 struct Own {
-    double* strips[ARRAY_COUNT];  // a strip of each array that is not plain
-    double* addend;               // a row that is added
-    double* part;                 // the sums of some rows
+    double* strips[ARRAY_COUNT] = {};  // a strip of each array that is not plain
+    double* addend;                    // a row that is added
+    double* part;                      // the sums of some rows
     // A row of results, as pairs with sizes of their errors; its first one also float64, its second
     // one dx that goes over dy.
     double* high;
@@ -56,7 +56,7 @@ struct Own {
         Index p = padded(c.n);
         bool narrow = c.backward && !c.plan.in_pairs;
         Index strip = c.rows < STRIP ? c.rows : STRIP;
-        for (int k = 0; k < ARRAY_COUNT; k++) {
+        for (int k = 0; k < ARRAY_COUNT && c.plan.strided; k++) {
             const Rows& of = c.*ARRAYS[k];
             strips[k] = arena.take(of.run ? strip * strip_stride(c, of.type) / 8 : 0);
         }
