@@ -61,6 +61,8 @@ inline Index padded(Index n) {
 // over rows lack its terms.
 constexpr uint8_t UNCERTIFIED = 1;
 constexpr uint8_t UNSUMMED = 2;
+// A mark of a column: it is uncertified, and to be summed closely (close.h).
+constexpr uint8_t OPEN = 2;
 
 // How a call is done. Shape and dtypes alone decide it: no bit depends on the number of threads.
 struct Plan {
@@ -89,6 +91,13 @@ struct Scratch {
     // Set where arithmetic overflows: an infinite result of finite input may be the rounding errors
     // of huge terms.
     bool* overflowed = nullptr;
+};
+
+// The open columns of dgamma [0] and dbeta [1]; whether pairs close them, or float64.
+struct OpenColumns {
+    Index* columns[2] = {nullptr, nullptr};
+    Index count[2] = {0, 0};
+    bool in_pairs = false;
 };
 
 // A call: its arrays, its plan and its scratch memory.
@@ -134,6 +143,7 @@ struct Call {
 
     Plan plan;
     Scratch scratch;
+    OpenColumns open;
 
     bool is_summing() const { return sums_out[0] || sums_out[1]; }
     // Whether some rows may be done in pairs, and how many together.
@@ -160,6 +170,9 @@ struct Kernels {
     void (*do_tile)(const Call&, Index tile, int thread);
     // Adds up the tiles' sums of some columns, [0] dgamma or [1] dbeta, and rounds them.
     void (*finish)(const Call&, int which, Index start, Index stop, bool marked);
+    // Sums the open columns of a tile; then writes those that this certifies.
+    void (*close_tile)(const Call&, Index tile, int thread);
+    void (*close_columns)(const Call&);
 };
 
 extern const Kernels kernels_narrow, kernels_x86_64_v3, kernels_x86_64_v4, kernels_arm64;

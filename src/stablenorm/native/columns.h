@@ -100,115 +100,6 @@ inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
         of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
-// Sums as pairs; 1.02 times `error` bounds their errors.
-struct Close {
-    Pair<Lanes<8>> sum;
-    Lanes<8> error;
-};
-
-// Sums up to 8 columns of dgamma or dbeta again, exactly but for the rounding of terms, and with
-// each row's own error instead of the worst of all rows. DEEP: with statistics in pairs.
-template <bool LAYER, bool DEEP>
-inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
-    using N = Lanes<8>;
-    constexpr Index TOGETHER =
-        16;  // rows gathered before one is loaded: a load waits for stores of its parts
-    double chain = chain_of(c.n, LANES, RUN);
-    N bound = broadcast<8>(sums_bound(c.n, 0, 0));
-    Pair<N> sum = {};
-    N size = {};
-    auto add = [&](Pair<N> term) INLINE_LAMBDA {
-        Pair<N> next = two_sum(sum.high, term.high);
-        Pair<N> rest = two_sum(sum.low, next.low);
-        Pair<N> last = two_sum(rest.high, term.low);
-        sum = {next.high, last.high};
-        return magnitude(rest.low) + magnitude(last.low);
-    };
-    of_type(c.x.type, [&](auto* kind) {
-        using T = std::remove_pointer_t<decltype(kind)>;
-        T gathered[2][TOGETHER][8] = {};
-        for (Index top = 0; top < c.rows; top += TOGETHER) {
-            Index rows = at_most(c.rows - top, TOGETHER);
-            for (Index i = 0; i < rows; i++) {
-                const T* dy = (T*)row_of(c.dy, top + i) + start;
-                const T* x = (T*)row_of(c.x, top + i) + start;
-                for (Index k = 0; k < count; k++) gathered[0][i][k] = read<T>(dy + columns[k]);
-                for (Index k = 0; which == 0 && k < count; k++)
-                    gathered[1][i][k] = read<T>(x + columns[k]);
-            }
-            for (Index i = 0; i < rows; i++) {
-                N d = load<8>(gathered[0][i]);
-                N v = load<8>(gathered[1][i]);
-                if (which == 1) {
-                    size = size + add({d, N{}});
-                } else if constexpr (DEEP) {
-                    pairs::Stats of;
-                    const T* x = (T*)row_of(c.x, top + i);
-                    pairs::statistics<LAYER>(&x, 1, c.n, c.eps, of);
-                    pairs::RowStats at = of.at(0, LAYER ? __builtin_nan("") : 0);
-                    if (LAYER) pairs::find_center(x, c.n, c.x.type, at);
-                    pairs::ElementOfXhat<LAYER> row(at);
-                    Pair<N> xhat = row.of(v);
-                    size = size + add(xhat * d) + bound * (magnitude(d) * row.size(v, xhat));
-                } else {
-                    double mean = LAYER ? c.mean[top + i] : 0;
-                    double mean_lo = LAYER ? c.mean_lo[top + i] : 0;
-                    double rstd = c.rstd[top + i];
-                    Errors of = errors_again<LAYER>(c.spread[top + i], rstd, c.eps, 0, chain);
-                    N xhat = fma(
-                        v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-mean_lo * rstd));
-                    add(two_product(d, xhat));
-                    size = fma(magnitude(d),
-                        fma(broadcast<8>(of.a), magnitude(xhat), broadcast<8>(of.b)), size);
-                }
-            }
-            // The low part may be the larger after a cancellation.
-            sum = two_sum(sum.high, sum.low);
-        }
-    });
-    return {sum, size};
-}
-
-// Sums the uncertified columns closely, with statistics in float64 and then in pairs, and rounds
-// those that this certifies. dbeta is certified where its sum is exact as a pair: sums of few
-// narrow numbers mostly are, and are often midpoints.
-template <class To>
-void finish_uncertified(const Call& c, int which, Index start, Index count, const ColumnSums& of,
-    To* out, uint8_t* uncertified) {
-    Index columns[COLUMNS];
-    Index remaining = 0;
-    for (Index j = 0; j < count; j++)
-        if (uncertified[j] && magnitude(of.high[j]) < __builtin_inf()) columns[remaining++] = j;
-    auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>;
-    auto deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
-    for (auto sum : {shallow, deep}) {
-        Index rest = 0;
-        for (Index first = 0; first < remaining; first += 8) {
-            Index together = at_most(remaining - first, 8);
-            Close close = sum(c, which, start, columns + first, together);
-            double high[8], low[8], error[8];
-            store(high, close.sum.high);
-            store(low, close.sum.low);
-            store(error, close.error);
-            To results[8];
-            uint8_t differ[8];
-            round_pairs(results, {high, low, which == 0 ? error : nullptr}, 1.02, 8, differ);
-            for (Index k = 0; k < together; k++) {
-                Index column = columns[first + k];
-                bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() &&
-                                                magnitude(high[k]) < __builtin_inf()
-                                          : error[k] == 0;
-                if (certain) {
-                    write(out + column, results[k]);
-                    uncertified[column] = 0;
-                } else
-                    columns[rest++] = column;
-            }
-        }
-        remaining = which == 0 ? rest : 0;
-    }
-}
-
 // Writes partial sums, to be merged with others.
 inline void put_partial(const ColumnSums& of, bool bounded, Index count, double* out) {
     for (Index j = 0; j < count; j++, out += 3) {
@@ -238,19 +129,19 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         bool exact = which == 1 && c.dy.type == F16 && !c.plan.in_pairs;
         PairVectors sums = {of.high, of.low, c.nearest && !exact ? of.error : nullptr};
         round_pairs(out, sums, 1.0, count, uncertified);
-        if constexpr (sizeof(To) < 8)
-            if (c.nearest && !c.plan.in_pairs && !exact && !c.plan.strided)
-                finish_uncertified(c, which, start, count, of, out, uncertified);
         // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64
-        // sums that are not finite.
+        // sums that are not finite; others are summed closely.
         const double nan = __builtin_nan("");
         for (Index j = 0; j < count; j++) {
             if (c.plan.in_pairs && of.high[j] != of.high[j]) {
                 convert(&nan, out + j, 1);
-                c.nearest && (uncertified[j] = 0);
+                if (c.nearest) uncertified[j] = 0;
             }
-            if (c.nearest && !c.plan.in_pairs)
-                uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
+            if (!c.nearest || c.plan.in_pairs) continue;
+            if (!(magnitude(of.high[j]) < __builtin_inf()))
+                uncertified[j] = UNCERTIFIED;
+            else if (uncertified[j])
+                uncertified[j] = OPEN;
         }
     });
 }

@@ -62,6 +62,39 @@ double* take_scratch(Call& c, int threads) {
     return real.memory;
 }
 
+void close_work(void* data, Index number, int thread) {
+    kernels->close_tile(*(const Call*)data, number, thread);
+}
+
+// Lists the open columns, in memory for as many; false if there are none.
+bool list_open(Call& c, Index* columns) {
+    for (int i = 0; i < 2; i++) {
+        c.open.columns[i] = columns;
+        for (Index j = 0; c.sums_out[i] && j < c.n; j++)
+            if (c.uncertified[i][j] == OPEN) *columns++ = j;
+        c.open.count[i] = columns - c.open.columns[i];
+    }
+    return c.open.count[0] + c.open.count[1];
+}
+
+// Closes the open columns, if there are any; integers do those that are left.
+State close_columns(Call& c, int threads) {
+    if (!c.uncertified[0] || !memchr(c.uncertified[0], OPEN, (size_t)(2 * c.n))) return DONE;
+    c.scratch.bytes = 2 * c.n * (Index)sizeof(Index);
+    Index* columns = (Index*)memory::take((size_t)c.scratch.bytes);
+    if (!columns) return NO_MEMORY;
+    // Strips shall not scatter dx again.
+    c.y = {};
+    for (bool in_pairs : {false, true}) {
+        if (!list_open(c, columns)) break;
+        c.open.in_pairs = in_pairs;
+        pool::run(c.plan.tiles, threads, true, close_work, &c);
+        kernels->close_columns(c);
+    }
+    memory::give(columns);
+    return DONE;
+}
+
 // Does all tiles, then the sums.
 State run_tiles(Call& c, int threads) {
     bool wake = c.rows * c.n * (c.plan.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
@@ -75,7 +108,7 @@ State run_tiles(Call& c, int threads) {
         c.partial[1] = c.partial[0] + 3 * c.n;
     }
     pool::run(finish_parts(c), c.plan.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
-    return DONE;
+    return close_columns(c, threads);
 }
 
 #if defined(__x86_64__) || defined(_M_X64)

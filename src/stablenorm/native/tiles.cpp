@@ -1,5 +1,5 @@
 // Tiles of rows, from memory to memory. Compiled once for each instruction set, which NAME names.
-#include "pair_tiles.h"
+#include "close.h"
 #include "pool.h"
 
 namespace {
@@ -368,4 +368,4 @@ void do_tile(const Call& c, Index number, int thread) {
 #define NAME kernels_x86_64_v3
 #define INSTRUCTIONS "x86-64-v3"
 #endif
-extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, finish};
+extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, finish, close_tile, close_columns};
