@@ -3,7 +3,7 @@
 // gamma and beta.
 #include <vector>
 
-#include "columns.h"
+#include "close.h"
 
 namespace {
 
@@ -67,21 +67,25 @@ Back<float> pulled(Back<float> row, Index n, const double* gamma, const Stats& o
     return row;
 }
 
-// Writes dgamma and dbeta, 8 columns at a time: high parts, low parts and bounds.
-template <bool LAYER, bool DEEP> void closely(const Call& c, Index n, Index apart, double* sums) {
-    const Index columns[] = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (Index j = 0; j < n; j += 8)
-        for (int which = 0; which < 2; which++) {
-            Close of = sum_closely<LAYER, DEEP>(c, which, j, columns, n - j < 8 ? n - j : 8);
-            double* at = sums + 3 * which * apart + j;
-            store(at, of.sum.high);
-            store(at + apart, of.sum.low);
-            store(at + 2 * apart, broadcast<8>(1.02) * of.error);
-        }
+// Writes dgamma and dbeta as if all columns were open: high parts, low parts and bounds.
+template <class Terms> void closely(Call& c, Index apart, double* sums) {
+    std::vector<Index> columns((size_t)c.n);
+    for (Index j = 0; j < c.n; j++) columns[(size_t)j] = j;
+    c.open = {{columns.data(), columns.data()}, {c.n, c.n}};
+    Room room((size_t)(2 * Closely::SIZE * (c.n / 8 + 1)));
+    close_rows<Terms, f32>(c, {0, c.rows}, room.data());
+    each_eight(c, [&](int which, const Index* eight, Index, Index place) {
+        Closely of;
+        of.load_from(room.data() + place);
+        double* at = sums + 3 * which * apart + *eight;
+        store(at, of.sum.high);
+        store(at + apart, of.sum.low);
+        store(at + 2 * apart, broadcast<8>(1.02) * of.error);
+    });
 }
 
 // Writes y and dx with the bounds of their elements and of their rows, and dgamma and dbeta with
-// their bounds. `close` gets dgamma and dbeta by sum_closely, from statistics in float64 and in
+// their bounds. `close` gets dgamma and dbeta by close.h, from statistics in float64 and in
 // pairs. CENTER: x is centered first, as in rows far from 0.
 template <bool LAYER, bool CENTER>
 void by_float64(const float* dy, const float* x, Index rows, Index n, double eps,
@@ -153,8 +157,8 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
             store(to + apart, bound_of_sum(of, load<8>(from + 2 * apart), load<8>(from + 3 * apart),
                                   (double)rows));
         }
-    closely<LAYER, false>(c, n, apart, close);
-    closely<LAYER, true>(c, n, apart, close + 6 * apart);
+    closely<FloatTerms<LAYER>>(c, apart, close);
+    closely<PairTerms<LAYER>>(c, apart, close + 6 * apart);
 }
 
 // Writes y and dx with errors set far larger than they are: in float64 to `v`, as To to `out`, and
