@@ -93,7 +93,10 @@ struct Scratch {
     bool* overflowed = nullptr;
 };
 
-// The open columns of dgamma [0] and dbeta [1]; whether pairs close them, or float64.
+// The sums over rows.
+enum { DGAMMA, DBETA };
+
+// The open columns of dgamma and dbeta; whether pairs close them, or float64.
 struct OpenColumns {
     Index* columns[2] = {nullptr, nullptr};
     Index count[2] = {0, 0};
@@ -134,7 +137,7 @@ struct Call {
     double* spread = nullptr;
     uint8_t* marks = nullptr;
 
-    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. If rows are
+    // The sums over rows, dgamma and dbeta, and which columns are uncertified. If rows are
     // UNSUMMED, the sums over the others go to `partial`, as partial sums of reference/sums.py.
     char* sums_out[2] = {nullptr, nullptr};
     Type sums_type[2] = {F64, F64};
@@ -169,7 +172,7 @@ struct Kernels {
     bool (*prepare)(const Call&);
     void (*do_tile)(const Call&, Index tile, int thread);
     // Adds up the tiles' sums of some columns, [0] dgamma or [1] dbeta, and rounds them.
-    void (*finish)(const Call&, int which, Index start, Index stop, bool marked);
+    void (*finish)(const Call&, int sum, Index start, Index stop, bool marked);
     // Sums the open columns of a tile; then writes those that this certifies.
     void (*close_tile)(const Call&, Index tile, int thread);
     void (*close_columns)(const Call&);

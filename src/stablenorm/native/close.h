@@ -34,13 +34,13 @@ struct Closely {
     }
 };
 
-// Calls f(which, columns, how many, their place in the sums of a tile) for eight open columns at a
+// Calls f(sum, columns, how many, their place in the sums of a tile) for eight open columns at a
 // time: of dgamma (0), then of dbeta (1).
 template <class F> INLINE void each_eight(const Call& c, F f) {
     Index place = 0;
-    for (int which = 0; which < 2; which++)
-        for (Index k = 0; k < c.open.count[which]; k += 8, place += Closely::SIZE)
-            f(which, c.open.columns[which] + k, at_most(c.open.count[which] - k, 8), place);
+    for (int sum : {DGAMMA, DBETA})
+        for (Index k = 0; k < c.open.count[sum]; k += 8, place += Closely::SIZE)
+            f(sum, c.open.columns[sum] + k, at_most(c.open.count[sum] - k, 8), place);
 }
 
 template <class T> INLINE Lanes<8> gather(const T* row, const Index* columns, Index count) {
@@ -100,16 +100,16 @@ template <class Terms, class T> void close_rows(const Call& c, Tile rows, double
             x[r] = (const T*)row_of(c.x, top + r);
         }
         terms.begin(x, top, count);
-        each_eight(c, [&](int which, const Index* columns, Index together, Index place) {
+        each_eight(c, [&](int sum, const Index* columns, Index together, Index place) {
             Lanes<8> d[GROUP], v[GROUP];
             for (Index r = 0; r < count; r++) {
                 d[r] = gather(dy[r], columns, together);
-                if (which == 0) v[r] = gather(x[r], columns, together);
+                if (sum == DGAMMA) v[r] = gather(x[r], columns, together);
             }
             Closely of;
             of.load_from(sums + place);
             for (Index r = 0; r < count; r++)
-                if (which == 0)
+                if (sum == DGAMMA)
                     terms.add(of, d[r], v[r], top + r, r);
                 else
                     of.add({d[r], {}});
@@ -139,7 +139,7 @@ void close_tile(const Call& c, Index number, int thread) {
 // its sum is exact as a pair, since sums of few narrow numbers mostly are, and are often midpoints.
 // Others of dbeta are left to integers.
 void close_columns(const Call& c) {
-    each_eight(c, [&](int which, const Index* columns, Index count, Index place) {
+    each_eight(c, [&](int sum, const Index* columns, Index count, Index place) {
         Closely all;
         for (Index tile = 0; tile < c.plan.tiles; tile++) {
             Closely of;
@@ -150,20 +150,20 @@ void close_columns(const Call& c) {
         double words[Closely::SIZE];
         const double* error = words + 16;
         all.store_to(words);
-        of_type(c.sums_type[which], [&](auto* kind) {
+        of_type(c.sums_type[sum], [&](auto* kind) {
             using To = std::remove_pointer_t<decltype(kind)>;
             To results[8];
             uint8_t differ[8];
-            PairVectors sums = {words, words + 8, which == 0 ? error : nullptr};
+            PairVectors sums = {words, words + 8, sum == DGAMMA ? error : nullptr};
             round_pairs(results, sums, 1.02, 8, differ);
             for (Index k = 0; k < count; k++) {
-                uint8_t& mark = c.uncertified[which][columns[k]];
-                if (which == 1 ? error[k] == 0
-                               : !differ[k] && error[k] < __builtin_inf() &&
-                                     magnitude(words[k]) < __builtin_inf()) {
-                    write((To*)c.sums_out[which] + columns[k], results[k]);
+                uint8_t& mark = c.uncertified[sum][columns[k]];
+                if (sum == DBETA ? error[k] == 0
+                                 : !differ[k] && error[k] < __builtin_inf() &&
+                                       magnitude(words[k]) < __builtin_inf()) {
+                    write((To*)c.sums_out[sum] + columns[k], results[k]);
                     mark = 0;
-                } else if (which == 1) {
+                } else if (sum == DBETA) {
                     mark = UNCERTIFIED;
                 }
             }

@@ -31,34 +31,34 @@ NOINLINE inline void merge_columns(const double* part, double* total, double* lo
 struct ColumnSums {
     const double *high, *low;
     double *size, *other;
-    double room[4][COLUMNS + 16], error[COLUMNS + 16];
+    double vectors[4][COLUMNS + 16], error[COLUMNS + 16];
 };
 constexpr double ZEROS[COLUMNS + 16] = {};
 
-inline void add_tiles(const Call& c, int which, Index start, Index count, ColumnSums& of) {
+inline void add_tiles(const Call& c, int sum, Index start, Index count, ColumnSums& of) {
     Index p = padded(c.n);
-    Index sizes = c.plan.in_pairs ? 4 + which : 4;
-    Index place = which * c.words() * p;
-    bool deep = c.words() == 2;
+    Index sizes = c.plan.in_pairs ? 4 + sum : 4;
+    Index place = sum * c.words() * p;
+    bool has_low = c.words() == 2;
     if (c.plan.tiles == 1) {
         double* sums = c.scratch.sums + start;
         of.high = sums + place;
-        of.low = deep ? of.high + p : ZEROS;
+        of.low = has_low ? of.high + p : ZEROS;
         of.size = sums + sizes * p;
         of.other = sums + 5 * p;
         return;
     }
-    memset(of.room, 0, sizeof of.room);
-    double* high = of.room[0];
-    double* low = of.room[1];
+    memset(of.vectors, 0, sizeof of.vectors);
+    double* high = of.vectors[0];
+    double* low = of.vectors[1];
     of.high = high;
     of.low = low;
-    of.size = of.room[2];
-    of.other = of.room[3];
+    of.size = of.vectors[2];
+    of.other = of.vectors[3];
     for (Index tile = 0; tile < c.plan.tiles; tile++) {
         const double* sums = c.scratch.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + place, high, low, count);
-        if (deep) merge_columns(sums + place + p, high, low, count);
+        if (has_low) merge_columns(sums + place + p, high, low, count);
         for (Index j = 0; c.nearest && j < count; j++) {
             of.size[j] += sums[sizes * p + j];
             of.other[j] += sums[5 * p + j];
@@ -67,7 +67,7 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Column
 }
 
 // Bounds the errors of sums of pairs or of float64.
-inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
+inline void find_errors(const Call& c, int sum, Index count, ColumnSums& of) {
     // The largest ranges of all tiles: in float64 the worst errors of terms; in pairs |dy| and the
     // reciprocal of its last bit.
     Errors worst = {0, 0};
@@ -76,11 +76,11 @@ inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
             larger(worst.b, c.scratch.ranges[2 * tile + 1])};
     if (!c.plan.in_pairs) {
         // Terms of dbeta are exact: its errors are those of its additions.
-        if (which == 1)
+        if (sum == DBETA)
             worst = {
                 0, (double)(c.plan.tile_rows < PART_OF<true> ? c.plan.tile_rows : PART_OF<true>)*U};
         for (Index j = 0; j < count; j += 8) {
-            Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
+            Lanes<8> other = sum == DGAMMA ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
             Lanes<8> error =
                 bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows);
             // NaN certifies nothing; columns of zeros stay certain.
@@ -95,7 +95,7 @@ inline void find_errors(const Call& c, int which, Index count, ColumnSums& of) {
     double rows = (double)(c.plan.tiles * c.plan.tile_rows);
     // The sums of dy are multiples of the last bit of the smallest |dy|; if their low parts are at
     // most 2**52 times that, any two add up exactly as pairs.
-    bool exact = which == 1 && rows * 0x1p-53 * rows * worst.a * worst.b <= 0x1p52;
+    bool exact = sum == DBETA && rows * 0x1p-53 * rows * worst.a * worst.b <= 0x1p52;
     for (Index j = 0; j < count; j++)
         of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
@@ -113,20 +113,20 @@ inline void put_partial(const ColumnSums& of, bool bounded, Index count, double*
 
 // Adds up the tiles' sums of some columns and rounds each, with Ziv's rounding test by its own
 // bound.
-inline void finish(const Call& c, int which, Index start, Index stop, bool unsummed) {
+inline void finish(const Call& c, int sum, Index start, Index stop, bool unsummed) {
     ColumnSums of;
     Index count = stop - start;
-    add_tiles(c, which, start, count, of);
-    if (c.nearest) find_errors(c, which, count, of);
+    add_tiles(c, sum, start, count, of);
+    if (c.nearest) find_errors(c, sum, count, of);
     if (unsummed || c.unrounded)
-        return put_partial(of, c.nearest, count, c.partial[which] + 3 * start);
-    of_type(c.sums_type[which], [&](auto* kind) {
+        return put_partial(of, c.nearest, count, c.partial[sum] + 3 * start);
+    of_type(c.sums_type[sum], [&](auto* kind) {
         using To = std::remove_pointer_t<decltype(kind)>;
-        To* out = (To*)c.sums_out[which] + start;
+        To* out = (To*)c.sums_out[sum] + start;
         if (!c.nearest && of.low == ZEROS) return convert(of.high, out, count);
-        uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
+        uint8_t* uncertified = c.nearest ? c.uncertified[sum] + start : nullptr;
         // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
-        bool exact = which == 1 && c.dy.type == F16 && !c.plan.in_pairs;
+        bool exact = sum == DBETA && c.dy.type == F16 && !c.plan.in_pairs;
         PairVectors sums = {of.high, of.low, c.nearest && !exact ? of.error : nullptr};
         round_pairs(out, sums, 1.0, count, uncertified);
         // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64

@@ -39,10 +39,10 @@ bool is_unsummed(const Call& c) {
 
 void finish_work(void* data, Index part, int) {
     const Call& c = *(const Call*)data;
-    Index which = part % 2;
+    Index sum = part % 2;
     Index start = part / 2 * COLUMNS;
-    if (c.sums_out[which])
-        kernels->finish(c, (int)which, start, std::min(start + COLUMNS, c.n), is_unsummed(c));
+    if (c.sums_out[sum])
+        kernels->finish(c, (int)sum, start, std::min(start + COLUMNS, c.n), is_unsummed(c));
     note_overflow(c);
 }
 
