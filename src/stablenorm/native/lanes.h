@@ -137,8 +137,8 @@ template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p) {
     }
     return a;
 }
-// Loads m columns of a row, a constant L or the last ones: through a copy, so that nothing behind the
-// row is read.
+// Loads m columns of a row, a constant L or the last ones: through a copy, so that nothing behind
+// the row is read.
 template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
     if (__builtin_constant_p(m) && m == L) return load<L, W>(p);
     T copy[L] = {};

@@ -51,8 +51,8 @@ template <class T> INLINE const T* row_as(const Rows& a, Index i, Index n, doubl
     return (const T*)scratch;
 }
 
-// Writes a + b, rounded once. Float64 holds the sum of two T of p digits, or has 2 p + 2 digits: then
-// two roundings give the same (Figueroa, SIGNUM 30, 3 (1995) 21).
+// Writes a + b, rounded once. Float64 holds the sum of two T of p digits, or has 2 p + 2 digits:
+// then two roundings give the same (Figueroa, SIGNUM 30, 3 (1995) 21).
 template <class A, class B, class T>
 NOINLINE void store_sums(const A* a, const B* b, T* to, Index n) {
     each_columns<8>(0, n, [&](Index j, Index count) INLINE_LAMBDA {

@@ -371,8 +371,8 @@ bool see_backward(Arguments args, Call& c, Backward& made) {
            (!is_given(out) || (PyTuple_Check(out) && PyTuple_Size(out) == 3));
 }
 
-// Makes the gradients that are wanted; false with an error, or to decline an out of another shape or
-// dtype, that overlaps, or whose gradient is not wanted: `functional` reports it.
+// Makes the gradients that are wanted; false with an error, or to decline an out of another shape
+// or dtype, that overlaps, or whose gradient is not wanted: `functional` reports it.
 bool make_gradients(Arguments args, Call& c, Owned& own, Backward& made) {
     PyObject* out = args[of_backward::out];
     PyObject* dy = args[of_backward::dy];

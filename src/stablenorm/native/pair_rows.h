@@ -11,15 +11,17 @@
 //
 // Pairs have the range of float64: rows whose squares could leave it are marked for integers.
 //
-// Bounds, in units of u**2 = 2**-106, after docs/explanation/error-analysis.md, whose steps hold with
-// H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1) / d each: 11.6
-// for d = 16 columns of one of 8 lanes, 11.6 n / 8 in all; to add up 8 lanes takes 3 times 6, and low parts of
-// terms, 1 / n as a pair and near rows add a constant, 42. Tiles: T of R rows; w: rms(xhat); S: rms(g - m). The largest factors:
-//     y: 4 H + 40, on |xhat|; dx: (14.74 H + 16 sqrt(n) + 238) / 3, on |xhat| 3 S: 7.2 n + 5.4 sqrt(n) + 375;
+// Bounds, in units of u**2 = 2**-106, after docs/explanation/error-analysis.md, whose steps hold
+// with H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1)
+// / d each: 11.6 for d = 16 columns of one of 8 lanes, 11.6 n / 8 in all; to add up 8 lanes takes 3
+// times 6, and low parts of terms, 1 / n as a pair and near rows add a constant, 42. Tiles: T of R
+// rows; w: rms(xhat); S: rms(g - m). The largest factors:
+//     y: 4 H + 40, on |xhat|; dx: (14.74 H + 16 sqrt(n) + 238) / 3, on |xhat| 3 S: 7.2 n + 5.4
+//         sqrt(n) + 375;
 //     dgamma: 4 H + 36 R + 8 T + 370, and on w 1.74 H + 101 sqrt(n) + 67.
-// `row_bound` and `sums_bound` are these, rounded up. Near rows leave out the tail, below
-// 2**-106 |mean| <= 32 u**2 sqrt(var / n), and round c.low - mean_lo, of at most u (|c| + |mean|): both are within
-// the 64 u**2 sqrt(var / n) that the steps allow for a tail.
+// `row_bound` and `sums_bound` are these, rounded up. Near rows leave out the tail, below 2**-106
+// |mean| <= 32 u**2 sqrt(var / n), and round c.low - mean_lo, of at most u (|c| + |mean|): both are
+// within the 64 u**2 sqrt(var / n) that the steps allow for a tail.
 #pragma once
 #include "back_rows.h"
 
@@ -80,8 +82,8 @@ template <class Add, class... Sums> INLINE void add_columns(Index n, Add add, Su
 }
 
 // Two sums along each row of a group: the forward's moments, or mean(g - m) and the slope. `put`
-// sets those of a row; `total` adds up their lanes by halves, as in lanes.h, for all rows of the group
-// at once, a row in each lane.
+// sets those of a row; `total` adds up their lanes by halves, as in lanes.h, for all rows of the
+// group at once, a row in each lane.
 struct Sums {
     double lanes[2][2][P][GROUP];  // which sum, high or low
     INLINE void put(int sum, int r, Pairs a) {

@@ -65,8 +65,8 @@ bool write_row_of_y(const Call& c, const Own& own, Index i, const double* x, Row
     return LAYER && !narrow && find_center(x, c.n, F64, of) && round_row(c, own, i, bound, write);
 }
 
-// Writes the statistics of row r of a group. Returns whether pairs can do the row; else it is marked
-// for integers, or is NaN.
+// Writes the statistics of row r of a group. Returns whether pairs can do the row; else it is
+// marked for integers, or is NaN.
 template <bool LAYER>
 bool keep_statistics(const Call& c, const Own& own, const Group<double, Stats>& group, int r) {
     const Stats& of = group.of;
@@ -203,8 +203,8 @@ template <bool LAYER> bool write_row_of_dx(const Call& c, const Own& own, Index 
     return LAYER && begin_at_centers(c, own, of) && round_row(c, own, i, bound, write);
 }
 
-// Adds the range of |dy| of a row to that of a tile: the largest, and the reciprocal of the last bit
-// of the smallest.
+// Adds the range of |dy| of a row to that of a tile: the largest, and the reciprocal of the last
+// bit of the smallest.
 inline void add_range(const Call& c, Range of_dy, double* of_tile) {
     if (of_dy.most == 0) return;
     of_tile[0] = larger(of_tile[0], of_dy.most);

@@ -269,8 +269,8 @@ template <class To, int R> struct Test {
     }
 };
 
-// Writes rows: compute(j, count, v) sets the results of a register of each, and returns the sizes of
-// their errors. `reversed`: from the end. Stores past the caches have a loop of their own.
+// Writes rows: compute(j, count, v) sets the results of a register of each, and returns the sizes
+// of their errors. `reversed`: from the end. Stores past the caches have a loop of their own.
 template <int K, template <class, int> class Sink, class To, int R, class Compute>
 INLINE void write_columns(Index n, bool reversed, Sink<To, R>& out, Compute compute) {
     auto loop = [&](auto past) INLINE_LAMBDA {
@@ -288,8 +288,8 @@ INLINE void write_columns(Index n, bool reversed, Sink<To, R>& out, Compute comp
 }
 
 // The second step of the test: computes the failed registers of a row again, writes them, and tests
-// each element by its own bound. Returns whether it certifies all. value_of(j, count, v) sets v, the
-// results of a register, and returns their bounds.
+// each element by its own bound. Returns whether it certifies all. value_of(j, count, v) sets v,
+// the results of a register, and returns their bounds.
 template <int K, class To, class Value>
 INLINE bool settle(const Draft<To>& row, Index n, Value value_of) {
     bool differ = false;

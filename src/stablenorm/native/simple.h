@@ -10,8 +10,8 @@
 
 namespace simple {
 
-// The sums over n columns of two terms each: column j adds to lane j % L, and the lanes are added by
-// halves, as registers do. Blocks of 1024 columns keep the chains of additions short.
+// The sums over n columns of two terms each: column j adds to lane j % L, and the lanes are added
+// by halves, as registers do. Blocks of 1024 columns keep the chains of additions short.
 struct Two {
     double first = 0;
     double second = 0;

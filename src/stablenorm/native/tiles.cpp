@@ -6,19 +6,29 @@ namespace {
 
 // ---- the ladder of rounding to nearest ----
 
-// Each rung takes the rows that the one above could not certify: float64, which has marked them;
-// pairs; integers, in Python, which take the rows that stay marked.
-template <class InPairs> void climb(const Call& c, Tile tile, InPairs row_in_pairs) {
+// Each rung takes the rows that the one above could not certify. Float64 comes first and has marked
+// the rows that it leaves; pairs do those one by one; integers, in Python, take the rows that are
+// marked then. Exact cases are certified on the way: bounds of 0 in float64, rows about their
+// center (`find_center`) in pairs, ties in integers.
+template <class InPairs> void climb(const Call& c, Tile tile, InPairs certify_in_pairs) {
     auto row_in_float64 = [&](Index i) { return c.marks[i] == 0; };
+    auto row_in_pairs = [&](Index i) {
+        if (!certify_in_pairs(i)) return false;
+        c.marks[i] = 0;
+        return true;
+    };
+    auto mark = [&](Index i) { c.marks[i] |= UNCERTIFIED; };
     for (Index i = tile.first; i < tile.stop; i++) {
         if (row_in_float64(i)) continue;
-        if (row_in_pairs(i)) c.marks[i] = 0;
+        if (row_in_pairs(i)) continue;
+        mark(i);
     }
 }
 
 // ---- forward ----
 
-// Calls f(r, R) for some rows: R from row r on, two by two, then one by one; R is a constant's type.
+// Calls f(r, R) for some rows: R from row r on, two by two, then one by one; R is a constant's
+// type.
 template <class F> INLINE void each_two(int count, F f) {
     int r = 0;
     for (; r + ROWS_OF_Y <= count; r += ROWS_OF_Y) f(r, std::integral_constant<int, ROWS_OF_Y>{});
@@ -62,8 +72,8 @@ template <bool LAYER, class T> void forward_fast(const Call& c, const Own& own, 
     each_group<T, Stats>(c, own, tile, measure, write);
 }
 
-// Writes R rows, from row r of a group on, with the test of the first rung. Marks those that it does
-// not certify.
+// Writes R rows, from row r of a group on, with the test of the first rung. Marks those that it
+// does not certify.
 template <bool LAYER, int R, class T>
 void write_tested(const Call& c, const Own& own, const Group<T, Stats>& group, int r) {
     Columns columns = columns_of<T>(c, c.plan.together);

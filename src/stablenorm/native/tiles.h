@@ -15,7 +15,8 @@ Tile tile_of(const Call& c, Index number) {
     return {first, at_most(first + c.plan.tile_rows, c.rows)};
 }
 
-// The columns of a call, and the distance of prefetches where `together` rows of T are done at once.
+// The columns of a call, and the distance of prefetches where `together` rows of T are done at
+// once.
 template <class T> Columns columns_of(const Call& c, Index together) {
     Index least = LEAST_AHEAD / (Index)sizeof(T);
     Index distance = 2 * together * c.n;
@@ -35,8 +36,8 @@ template <class T, class Stats> struct Group {
     Stats of;
 };
 
-// Calls measure(group) and then write(group) for the rows of a tile, c.plan.together at a time. Rows of up to
-// EARLY columns measure the next group before they write this one.
+// Calls measure(group) and then write(group) for the rows of a tile, c.plan.together at a time.
+// Rows of up to EARLY columns measure the next group before they write this one.
 template <class T, class Stats, class Measure, class Write>
 INLINE void each_group(const Call& c, const Own& own, Tile tile, Measure measure, Write write) {
     Group<T, Stats> groups[2];
