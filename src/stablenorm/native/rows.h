@@ -1,5 +1,5 @@
 // Layer norm of rows of float16, bfloat16 and float32, in float64: two passes over a row each way.
-// simple.h has the same kernel in forty lines, a column at a time: read it first. In
+// simple.h has the same kernel on one page, a column at a time: read it first. In
 // docs/explanation, derivation.md derives the equations, and error-analysis.md the errors.
 //
 // Forward. Pass 1 (`measure`) sums both moments about a guess k of the mean: d = mean(x - k), s =

@@ -1,4 +1,4 @@
-// The kernel in forty lines: layer norm of a row, forward and backward, a column at a time. It is
+// The kernel on one page: layer norm of a row, forward and backward, a column at a time. It is
 // the page to read first. rows.h and back_rows.h do the same with registers of several columns, for
 // two rows at once, and say why each step is as it is; test_simple.py holds that no bit differs.
 // For rounding="fast", types of 16 and 32 bits, and finite rows.
