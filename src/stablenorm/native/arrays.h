@@ -78,9 +78,7 @@ bool see_rows(PyObject* object, uint64_t axes, Rows& rows) {
     PyArrayObject* a = (PyArrayObject*)object;
     Index bytes = BYTES[rows.type];
     int last = PyArray_NDIM(a) - 1;
-    rows.data = PyArray_BYTES(a);
-    rows.apart = bytes;
-    rows.stride = PyArray_DIM(a, last) * bytes;
+    rows = {PyArray_BYTES(a), rows.type, PyArray_DIM(a, last) * bytes, 0, 0, bytes};
     // The usual case: (1, 1, 64) saves 0.1 us.
     if (PyArray_IS_C_CONTIGUOUS(a) && axes == uint64_t{1} << last) return true;
     Steps columns, run, runs;
