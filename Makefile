@@ -4,7 +4,7 @@ comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 # The files whose docstrings are the reference.
-PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/norms.py layer.py memory.py cli/__init__.py testing/__init__.py testing/families.py testing/plain.py threads.py oracle/__init__.py oracle/exact.py check/gradients.py check/layer_norm.py check/results.py cost.py diagnosis/__init__.py diagnosis/methods.py)
+PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/norms.py layer.py memory.py cli/__init__.py testing/__init__.py testing/families.py testing/plain.py threads.py oracle/__init__.py oracle/exact.py check/gradients.py check/norms.py check/results.py cost.py diagnosis/__init__.py diagnosis/methods.py)
 
 .PHONY: help run test lint accuracy clean
 

@@ -13,8 +13,8 @@ import numpy as np
 from peers import EPS, Calls, ours
 
 from stablenorm import exact_layer_norm
+from stablenorm.records import Array
 from stablenorm.timing import Problem
-from stablenorm.types import Array
 
 # Elements of ours that the oracle judges: a quarter of a second. Rows in which magnitudes are measured.
 _JUDGED, _SAMPLED_ROWS = 2**13, 256

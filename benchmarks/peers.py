@@ -15,9 +15,9 @@ import numpy as np
 
 from stablenorm import __version__, layer_norm_backward, layer_norm_forward
 from stablenorm.formats import DTYPES
+from stablenorm.records import Array, bfloat16
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Problem
-from stablenorm.types import Array, bfloat16
 
 EPS = 1e-5
 OURS = "stablenorm"

@@ -18,7 +18,7 @@ from peers import load_all
 
 from stablenorm import __version__
 from stablenorm.check import check_gradients, check_layer_norm
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 _WORDS = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}
 

@@ -10,7 +10,7 @@ from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result
 from page import digits, origin_line, seconds, table, unit_of
 from peers import OURS
 
-from stablenorm.text import quantity
+from stablenorm.output import quantity
 from stablenorm.timing import PASSES, Timing
 
 # The peers and the shapes of README's table.

@@ -19,8 +19,8 @@ from peers import OURS, Peer
 from stability_methods import MOMENTS, backward_from, corrected, normalize, rounded_before_gamma
 
 from stablenorm import exact_layer_norm
+from stablenorm.records import Array, Gradients, bfloat16
 from stablenorm.timing import Problem
-from stablenorm.types import Array, Gradients, bfloat16
 
 N, ROWS, EPS = 768, 4, 1e-5
 

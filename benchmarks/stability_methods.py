@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stablenorm.formats import parse
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 # (mean, var) of each row, as float32 columns.
 Moments = Callable[[Array], tuple[Array, Array]]

@@ -314,6 +314,35 @@ UNSEEN = layer("returned").replace("np.ones(n)", "[1.0] * n").replace("np.zeros(
 MY_RMS = RMS_FUNCTIONS.replace("rms_norm", "my").replace("rmsnorm", "my")
 MINE = "--forward my_forward --backward my_backward"
 PLUS_1 = RMS_FUNCTIONS.replace("norm(x, gamma", "norm(x, 1 + gamma")
+# Parameters in the module: the backward sees them, or not.
+MODULE = (
+    """
+P = {}
+def layer_norm_forward(x, eps=1e-5):
+    n = x.shape[-1]
+    return norm(x, *P.setdefault(n, (np.ones(n), np.zeros(n))), eps)
+"""
+    + PULL
+)
+IN_A_DICT = (
+    """
+def layer_norm_forward(x, params, eps=1e-5):
+    return norm(x, params["gamma"], params["beta"], eps)
+"""
+    + PULL
+)
+EXCHANGED = layer("returned").replace(
+    "self.gamma * self.held[0] + self.beta", "self.beta * self.held[0] + self.gamma"
+)
+STEPS = "self.gamma -= {0} * dgamma; self.beta -= {0} * dbeta"
+
+
+def applied(rate):
+    style = {"store": STEPS.format(rate), "first": "self.step = 1", "takes": "dy, learning_rate"}
+    return CORE + CLASS.replace("FACTOR", "1").format(**WORDS | style)
+
+
+NO_GAMMA = CORE.replace("g = dy * gamma", "g = dy")
 # The file, options, the status, words of the output or, with status 2, of the error line.
 SAID = [
     # The report says its assumptions.
@@ -327,13 +356,29 @@ SAID = [
     # The check finds no gradient but dx, or no parameter.
     (HIDDEN, "--shape 2 4", 0, ""),
     (NOWHERE, "--shape 2 4", 1, "cause dgamma: found nowhere: the backward neither|cause dbeta: found nowhere"),
-    (NOWHERE, "--shape 2 4 --only x", 0, "PASS for dx alone dgamma was not judged"),
+    (NOWHERE, "--shape 2 4 --only x", 0, "PASS for dx alone dgamma and dbeta were not judged"),
     (UNKNOWN, "", 0, "gamma is a_2; beta is b_2"),
     # Its gamma stays 1, and a backward without gamma is right.
-    (UNSEEN, "", 3, "INCONCLUSIVE: parameters|no gamma and no beta was found in LayerNorm"),
-    (UNSEEN.replace("[0.0] * n", "np.zeros(n)"), "", 3, "not all are judged: no gamma was found in LayerNorm"),
+    (UNSEEN, "", 3, "PASS for dx alone no gamma and no beta was found in LayerNorm"),
+    (UNSEEN.replace("[0.0] * n", "np.zeros(n)"), "", 3, "PASS for dx, dbeta alone no gamma was found in LayerNorm"),
     (UNSEEN, "--only x", 0, "PASS"),
     (CORE.replace("rstd * (g", "(1 + 1e-9) * rstd * (g") + USUAL, "", 1, "dx is off by a factor of 1 +1.0e-09"),
+    # Parameters of the module, or in a dict; a forward that exchanges them.
+    (CORE + MODULE, "", 0, "gamma is P.8.0; beta is P.8.1"),
+    (NO_GAMMA + MODULE, "", 1, "gamma is missing from dx"),
+    (CORE + IN_A_DICT, "", 0, "PASS"),
+    (NO_GAMMA + IN_A_DICT, "", 1, "gamma is missing from dx"),
+    (EXCHANGED, "", 1, "gamma and beta are exchanged in the forward"),
+    # Gradients that are only applied: by the rate that is given, by another, by the square of the gradient.
+    (applied("learning_rate"), "", 0, "PASS"),
+    (applied("learning_rate / 6"), "", 1, "dgamma and dbeta are off by a factor of"),
+    (applied("0.01"), "", 3, "PASS for dx alone dgamma and dbeta were not judged: the backward changes it by a step"),
+    (applied("learning_rate * dgamma"), "", 3, "a step that is not rate * gradient"),
+    # Code for two axes alone; a gradient summed in float16.
+    (STYLES["CS231n: rows only, ln_param"].replace("(dy * xhat).sum(lead)", "(dy * xhat).sum(-1)"), "", 1,
+     "dgamma: the gradient must have shape 8, got 6"),
+    (layer("returned", factor="np.float16(1)").replace("np.float16(1) * dgamma", "dgamma.astype(np.float16)"), "", 1,
+     "not read back: it is of float16, x of float64"),
     # RMS norms, by their name or by --kind; an offset of gamma.
     *((RMS + form, "--shape 2 4", 0, "") for form in (RMS_FUNCTIONS, RMS_CLASS)),
     *((WRONG_RMS + form, "--shape 2 4", 1, "the mean of g is subtracted in dx") for form in (RMS_FUNCTIONS, RMS_CLASS)),
@@ -352,7 +397,7 @@ SAID = [
     *((CORE + USUAL.replace("return grads(dy, *cache)", f"dx, dw, db = grads(dy, *cache)\n    return {returned}"), "",
        status, words) for returned, status, words in (
         ("None", 2, "must return dx, dgamma, dbeta, got NoneType\n"),
-        ("dx", 3, "PASS for dx alone dgamma was not judged: backward returned None for it; dbeta was not"),
+        ("dx", 3, "PASS for dx alone dgamma and dbeta were not judged: backward returned None for it"),
         ("dx, dw", 2, "must return dx, dgamma, dbeta, got tuple of 2\n"),
         ("dx, None, db", 3, "PASS for dx, dbeta alone dgamma was not"),
         ("{'dx': dx, 'dw': dw}", 3, "PASS for dx, dgamma alone dbeta was not"),
@@ -391,15 +436,6 @@ def test_a_file_has_its_status_and_words_that_say_why(text, options, status, wor
     assert [phrase for phrase in words.split("|") if phrase not in said] == [], said
     assert status != 2 or (out, err.count("\n")) == ("", 2)
     assert ("note: not for x of shape" in out) == ("not for x" in words)
-
-
-def test_a_terminal_shows_how_far_the_check_is(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["check", write(CORE + USUAL)]) == 0
-    err = capsys.readouterr().err
-    assert "\x1b[K\rcomparing: 3 of " in err
-    assert err.endswith("comparing: 29 of 29\x1b[K\r\x1b[K\r")
 
 
 CODE = CORE + USUAL

@@ -1,7 +1,5 @@
 """Verdicts, causes and words of `check_layer_norm` and `check_rms_norm`."""
 
-import inspect
-import re
 from functools import partial
 
 import mistakes as m
@@ -45,7 +43,7 @@ def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset)
     expected = Expected(Case(x, gamma, beta, 1e-5, dy, kind, 1.0), 2.0**-53)
     exact = getattr(sn, f"exact_{kind}_norm")(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
     for name in NAMES:
-        value, *_, magnitude = expected.bounds_of(name, x.dtype)
+        value, _, magnitude = expected.bounds_of(name, x.dtype)
         # At most 16 roundings of the element's magnitude, whatever the offset.
         error = np.abs(value - exact.rounded(name, np.float64))
         assert (error <= 16 * 2.0**-53 * magnitude).all()
@@ -76,12 +74,12 @@ def findings(report, layer, verdict):
 def test_right_float32_code_passes_by_the_closed_form():
     """Differences are too coarse here, and even call an element wrong."""
     args = data(1, (32, 768), 1e4, np.float32)
-    report = check_layer_norm(forward, backward, *args, rng=1, probes=1)
+    report = check_layer_norm(forward, backward, *args, rng=1)
     assert report.verdict == "PASS", str(report)
     assert "closed form" in {result.method for result in report.arguments}
     # This offset leaves no digits.
     args = data(0, (4, 768), 1e6, np.float32)
-    report = check_layer_norm(forward, backward, *args, rng=0, max_elements=2, probes=1)
+    report = check_layer_norm(forward, backward, *args, rng=0)
     assert report.verdict == "INCONCLUSIVE", str(report)
 
 
@@ -101,14 +99,6 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
         report = check_layer_norm(one_pass, backward, *data(0, offset=offset), rng=0)
         assert report.verdict != "FAIL", str(report)
         assert report.diagnosis == ()
-    plain = check_layer_norm(forward, backward, *data(0), rng=0)
-    # Secants reach 1e-12.
-    assert plain.resolution < 1e-13
-    for result, digits in ((report, 6), (plain, 10)):
-        message = findings(result, "hard inputs", "NOTE")["offset 1e4"]
-        said = re.search(r"keeps (\d+) of 16 digits", message)
-        assert digits <= int(said[1]) <= digits + 3
-    assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}
 
 
 # ---- diagnosis ----
@@ -137,11 +127,9 @@ POWER = "{} has rstd^{} in place of rstd in dx".format
 LEADING = "{} is a mean over {}, not the last in dx".format
 POWERS = [
     ("rms", terms(1, 1, -1, layer=False), POWER("the xhat term", -1)),
-    ("layer", terms(1, 1, -1), POWER("the xhat term", -1)),
     ("layer", terms(1, 1, 3), POWER("the xhat term", 3)),
     ("layer", terms(1, 0, 1), "the mean of g lacks rstd in dx"),
     ("layer", terms(1, 2, 1), "the mean of g has rstd twice in dx"),
-    ("layer", terms(2, 1, 1), "g has rstd twice in dx"),
     ("layer", terms(-2, -2, -2), "dx has rstd^-2 in place of rstd"),
     ("layer", terms(3, 3, 1), "g and the mean of g have rstd^3 in place of rstd in dx"),
 ]
@@ -182,13 +170,11 @@ NAMED = [
     ids=[f"{at}: {row[2]}" for at, row in enumerate(NAMED)],
 )
 def test_a_mistake_is_found_and_named_where_that_is_sure(kind, wrong, diagnosis, blamed, options):
-    elements = {} if blamed else {"max_elements": 4}
-    report = NORMS[kind][0](PLAIN[kind][0], wrong, *data(0, **options), rng=0, probes=1, **elements)
+    report = NORMS[kind][0](PLAIN[kind][0], wrong, *data(0, **options), rng=0)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (() if diagnosis is None else (diagnosis,))
-    failed = [(r.name, r.method) for r in report.arguments if r.verdict == "FAIL"]
-    # Differences found it: the closed form takes over only where they see nothing.
-    assert blamed is None or failed == [(blamed, "secants")]
+    failed = [r.name for r in report.arguments if r.verdict == "FAIL"]
+    assert blamed is None or failed == [blamed]
 
 
 def test_another_eps_or_float32_inside_the_forward_is_told():
@@ -223,61 +209,11 @@ def dx(make):
     return spoil
 
 
-def with_cache(change):
-    """Return a function that gives a pair the cache ``change(cache)``, and the y of that cache."""
-
-    def spoil(forward, backward):
-        def call(x, gamma, beta, eps):
-            cache = change(forward(x, gamma, beta, eps)[1])
-            return gamma * cache.xhat + beta, cache
-
-        return call, backward
-
-    return spoil
-
-
-def clipped(cache):
-    """Clip rstd, which changes rows whose var is tiny."""
-    rstd = np.minimum(cache.rstd, 100)
-    return cache._replace(rstd=rstd, xhat=(cache.x - cache.mean) * rstd)
-
-
-def by_matrix(cache):
-    """Subtract the mean by a product with I - 1/n, whose rows sum to 0 except for rounding."""
-    n = cache.x.shape[-1]
-    if not cache.mean.any():
-        return cache
-    centered = cache.x @ (np.eye(n) - np.full((n, n), 1 / n)).astype(cache.x.dtype)
-    rstd = 1 / np.sqrt((centered * centered).mean(-1, keepdims=True) + cache.eps)
-    return cache._replace(xhat=centered * rstd, rstd=rstd)
-
-
-def spoiled_tail(axis):
-    """Spoil a gradient by 1 in 1000, from the ninth row or column on."""
-
-    def make(dx, *_):
-        dx = dx.copy()
-        tail = np.moveaxis(dx.reshape(-1, dx.shape[-1]), axis, 0)[8:]
-        tail *= 1.001
-        return dx
-
-    return dx(make)
-
-
-def closure(forward, backward):
-    """Return a pair with buffers in a closure, which no copy reaches."""
-    made = Buffers(forward, backward)
-
-    def call(*args):
-        y, cache = made.forward(*args)
-        return y, lambda dy: made.backward(dy, cache)
-
-    return call, lambda dy, pull: pull(dy)
-
-
-def promoted(forward, backward):
-    """Multiply gradients by a NumPy scalar, which makes them float64 in NumPy 2."""
-    return forward, lambda *args: tuple(gradient * np.float64(1) for gradient in backward(*args))
+def spoiled_tail(dx, *_):
+    """Spoil a gradient by 1 in 1000, from the ninth row on."""
+    dx = dx.copy()
+    dx.reshape(-1, dx.shape[-1])[8:] *= 1.001
+    return dx
 
 
 def batch_norm(forward, backward):
@@ -293,43 +229,38 @@ def batch_norm(forward, backward):
 # Forms of code: a function from the right pair to the pair to check, the verdict, words of the report, and the dtypes
 # of the test.
 WIDE, BOTH = ("float64",), ("float64", "float32")
-NO_NUMBERS = (np.nan, "NaN"), (np.inf, "infinite")
 OVERWRITTEN = "overwritten by the next call"
 FORMS = {
     "dx = 0 on constant rows": (
         dx(lambda dx, _, c: np.where(c.var < 1e-12, 0, dx)), "FAIL", "constant rows", BOTH),
-    "rstd clipped at 100": (with_cache(clipped), "FAIL", "constant rows", BOTH),
     "dx = dy for n = 1": (
         dx(lambda dx, dy, _: dy if dy.shape[-1] == 1 else dx), "FAIL", "n = 1", BOTH),
-    "dx = 0 for n = 2": (dx(lambda dx, *_: dx * (dx.shape[-1] != 2)), "FAIL", "n = 2", WIDE),
     "xhat clipped at 5": (
         lambda f, b: (f, lambda dy, c: b(dy, c._replace(xhat=np.clip(c.xhat, -5, 5)))),
         "FAIL", "19 rows of 33", BOTH),
-    "columns from 8 on": (spoiled_tail(-1), "FAIL", "19 rows of 33", WIDE),
-    "rows from 8 on": (spoiled_tail(0), "FAIL", "19 rows of 33", WIDE),
+    "rows from 8 on": (dx(spoiled_tail), "FAIL", "19 rows of 33", WIDE),
     "the latest forward": (
         lambda f, b: both(Latest(f, b)), "FAIL", "of the latest forward", WIDE),
     "a buffer for each result": (lambda f, b: both(Buffers(f, b)), "PASS", OVERWRITTEN, BOTH),
     "a cache that cannot be copied": (
         lambda f, b: both(Buffers(f, b, locked=True)), "PASS", OVERWRITTEN, WIDE),
-    "a closure over buffers": (closure, "PASS", OVERWRITTEN, WIDE),
-    "centered by a matrix": (with_cache(by_matrix), "PASS", "", BOTH),
-    "promoted gradients": (promoted, "PASS", "", ("float32",)),
     # Code that is right on ordinary data only: eps changes above 1.1e-5; rows see one another unless they are 4; rows
     # with a mean above 3 are wrong.
     "4 x and 16 eps": (
         lambda f, b: (lambda x, gamma, beta, eps: f(x, gamma, beta, eps * (1 + 0.01 * (eps > 1.1e-5))), b),
         "FAIL", "4 x and 16 eps", WIDE),
     "the first rows alone": (batch_norm, "FAIL", "the first rows alone", WIDE),
+    "wrong for three axes": (
+        dx(lambda dx, *_: dx * (1 + 1e-9 * (dx.ndim == 3))), "FAIL", "one more leading axis", WIDE),
+    "wrong for one axis": (
+        dx(lambda dx, *_: dx * (1 + 1e-9 * (dx.ndim == 1))), "FAIL", "no leading axis", WIDE),
     "x + 4": (dx(lambda dx, _, c: dx + 1e-9 * (row_mean(c.x) > 3)), "FAIL", "x + 4", WIDE),
-    **{f"{word} where rows are constant": (
-        dx(lambda dx, _, c, value=value: np.where(c.var < 1e-12, value, dx)),
-        "FAIL", f"tiny values: dx is {word} on all rows", WIDE) for value, word in NO_NUMBERS},
-    **{f"{word} in row 18": (
-        dx(lambda dx, _, __, value=value: np.where(np.arange(len(dx))[:, None] == 18, value, dx)),
-        "FAIL", f"19 rows of 33: dx is {word} on row 18 of 19", WIDE) for value, word in NO_NUMBERS},
-    "keyword-only eps": (
-        lambda f, b: (lambda x, /, gamma, beta, *, eps: f(x, gamma, beta, eps), b), "PASS", "", WIDE),
+    "NaN where rows are constant": (
+        dx(lambda dx, _, c: np.where(c.var < 1e-12, np.nan, dx)),
+        "FAIL", "tiny values: dx is NaN on all rows", WIDE),
+    "infinite in row 18": (
+        dx(lambda dx, *_: np.where(np.arange(len(dx))[:, None] == 18, np.inf, dx)),
+        "FAIL", "19 rows of 33: dx is infinite on row 18 of 19", WIDE),
 }  # fmt: skip
 
 
@@ -369,30 +300,21 @@ def test_every_trial_has_as_many_axes_as_the_first_run():
     assert [f.name for f in report.findings if f.verdict == "FAIL"] == ["n = 2"]
 
 
+def test_a_place_is_that_of_the_callers_array():
+    def wrong(dy, cache):
+        dx, *sums = sn.layer_norm_backward(dy, cache)
+        if dx.shape == (2, 8, 3):
+            dx[1, 5, 2] *= 1.01
+        return dx, *sums
+
+    call = lambda *args: sn.layer_norm_forward(*args, axis=1)
+    x = data(0, (2, 3, 8))[0].swapaxes(1, 2)
+    dx = check_layer_norm(call, wrong, x, axis=1, rng=0).arguments[0]
+    assert (dx.verdict, dx.index, dx.pattern) == ("FAIL", (1, 5, 2), "element (1, 5, 2)")
+
+
 def test_a_backward_that_modifies_dy_is_told_so_first():
     in_place = lambda dy, k: backward(np.multiply(dy, k.gamma, out=dy), k._replace(gamma=1))
     report = check_layer_norm(forward, in_place, rng=0)
     assert report.diagnosis[0] == "the backward modifies dy"
     assert str(report).splitlines()[1] == "  cause     the backward modifies dy"
-
-
-def test_both_checks_have_the_same_keywords():
-    assert inspect.signature(check_rms_norm) == inspect.signature(check_layer_norm)
-
-
-def test_a_norm_is_called_by_the_names_of_its_arguments():
-    def scaled(*, weight, epsilon, inputs):
-        y, cache = rms_forward(inputs, weight, 0.0, epsilon)
-        return y, cache
-
-    def pull(dy, cache):
-        dx, dgamma, _ = rms_backward(dy, cache)
-        return {"dweight": dgamma, "grad_input": dx}
-
-    report = check_rms_norm(scaled, pull, rng=0)
-    assert report.passed, str(report)
-    assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-    # Functions without parameters get no gamma and beta of the default data.
-    x_alone = lambda x: forward(x, 1.0, 0.0)
-    report = check_layer_norm(x_alone, lambda dy, c: backward(dy, c)[0], rng=0)
-    assert report.passed, str(report)

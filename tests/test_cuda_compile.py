@@ -4,15 +4,12 @@ import ctypes
 import io
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from stablenorm.cuda import compile as compile_
-from stablenorm.cuda.compile import source
 from stablenorm.cuda.plan import choose_kernel
 from stablenorm.formats import FORMATS
 
@@ -81,61 +78,6 @@ def test_registers_and_instructions(n, forward, x, architecture):
     assert n % 8 or re.search(r"ld\.global\S*\.v[248]|cp\.async\.(cg|bulk)", ptx)
     # Through the cache that all multiprocessors share: a block may hold stale partial sums in its own.
     assert forward or re.search(r"ld\.global\.cg\S*", ptx)
-
-
-# ---- instructions an element, in the loops over rows ----
-
-
-def nvdisasm():
-    """Return the disassembler, of a toolkit or of the package nvidia-cuda-nvdisasm; None if there is none."""
-    packaged = (tool for path in sys.path for tool in Path(path).glob("nvidia/*/bin/nvdisasm"))
-    return shutil.which("nvdisasm") or next(packaged, None)
-
-
-def inner_loops(code, path):
-    """Return the instructions of each loop without another in it."""
-    path.write_bytes(code)
-    listed = subprocess.run([nvdisasm(), "-c", path], capture_output=True, text=True, check=True)
-    labels, lines, loops = {}, [], []
-    for line in listed.stdout.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(lines)
-        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
-            lines.append(line)
-            target = re.search(r"BRA.*\((\.L_x_\d+)\)", line)
-            if target and target[1] in labels:
-                loops.append((labels[target[1]], len(lines)))
-    inner = [one for one in loops if not any(one[0] <= a and b < one[1] for a, b in loops)]
-    return [lines[begin:end] for begin, end in inner]
-
-
-@pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed")
-def test_instructions_an_element(tmp_path, monkeypatch):
-    n, lane = 4096, 32
-    # Rows whose first element is a good guess of their mean: nearly all.
-    text, again = source(), "const bool again = d * d > 8.0 * var;"
-    assert again in text
-    text = text.replace(again, "const bool again = false;")
-    monkeypatch.setattr(compile_, "source", lambda: text)
-
-    def loops(forward):
-        """Yield of each inner loop its length, its conversions, and whether it has float32 in it."""
-        kernel = choose_kernel(n, forward, BF16, BF16, BF16)
-        code = compile_.program(kernel.defines, "sm_90").compile("cubin").code
-        for loop in inner_loops(code, tmp_path / kernel.entry):
-            yield len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop)
-
-    # The loop of a forward converts all elements of a thread, twice.
-    rows = [length for length, conversions, _ in loops(True) if conversions >= 2 * lane]
-    assert rows
-    assert max(rows) <= 20 * lane
-    # A backward has the guess, in float32; the row sums and the columns, which convert a vector of 8
-    # elements twice, and three times.
-    hot = [
-        length for length, conversions, guess in loops(False) if guess or conversions in {16, 24}
-    ]
-    assert len(hot) == 3
-    assert sum(hot) <= 32 * 8
 
 
 # ---- kept on disk ----

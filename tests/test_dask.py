@@ -9,7 +9,6 @@ import pytest
 from norms import FINITE, NORMS, assert_contract, assert_same, compute, exactly
 
 import stablenorm as sn
-from stablenorm import reference
 from stablenorm.testing.families import FAMILIES, Case, make_case
 
 
@@ -254,11 +253,3 @@ def test_errors_come_with_the_call_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call(uncomputable())
     assert "\n" not in str(raised.value)
-
-
-def test_a_task_keeps_to_its_thread_where_the_scheduler_has_others(rng, monkeypatch, scheduler):
-    seen, forward = [], reference.forward
-    watched = lambda call: seen.append(call.threads) or forward(call)
-    monkeypatch.setattr(reference, "forward", watched)
-    sn.layer_norm_forward(cut(rng, make(rng)[0]), backend="numpy")[0].compute()
-    assert set(seen) == {1 if scheduler == "threads" else None}

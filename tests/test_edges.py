@@ -15,7 +15,7 @@ from test_native import PLACE, Control, known
 
 import stablenorm as sn
 from stablenorm.memory import set_idle_limit
-from stablenorm.types import Cache, Norm, Statistics
+from stablenorm.records import Cache, Norm, Statistics
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 FEW = X[0].copy(), X[1].copy()

@@ -1,9 +1,7 @@
 """Differences, rules of a call, the report: right code passes, wrong code fails, doubt is inconclusive."""
 
 import json
-import math
 import warnings
-from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -14,9 +12,7 @@ from checked_operations import Buffers, Latest, both, data
 from mistakes import backward, forward
 
 from stablenorm import check_gradients, layer_norm_backward, layer_norm_forward
-from stablenorm.check import ArgumentResult, Finding, GradientReport, assert_gradients
-from stablenorm.check.closed_form import Case, Expected
-from stablenorm.check.differences import Argument
+from stablenorm.check import assert_gradients
 from stablenorm.testing.families import FAMILIES, make_case
 
 X = np.linspace(-1.0, 1.5, 12).reshape(3, 4)
@@ -77,44 +73,33 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
     assert all(result.verdict == "PASS" for result in others)
 
 
-def test_numeric_bound_covers_the_true_error(monkeypatch):
-    # Record the bounds of all numeric derivatives on their way to the report.
-    seen, judge = [], Argument.judge
-    monkeypatch.setattr(Argument, "judge", lambda arg: (seen.append(arg), judge(arg))[1])
-    z = []
+def test_an_error_of_twice_the_stated_resolution_is_seen():
+    """The resolution is that of finite differences: this operation has no closed form."""
     for offset in (0.0, 1.0, 1e3, 1e6):
-        for seed in range(9):
+        for seed in range(5):
             x, gamma, beta = data(seed, (4, 8 + seed), offset)
-            seen.clear()
             of_x = partial(forward, gamma=gamma, beta=beta)
-            check_gradients(of_x, lambda *a: backward(*a)[:1], [x], rng=seed, max_elements=200)
-            # The expected dx has an error of a few u, far below the errors measured.
-            case = Case(x, gamma, beta, 1e-5, seen[0].loss.dy)
-            expected, *_ = Expected(case, 2.0**-53).bounds_of("dx", x.dtype)
-            z += [abs(e.numeric - expected.flat[e.place]) / e.bound_numeric for e in seen[0].found]
-    assert len(z) > 1700
-    assert np.mean(np.array(z) <= 1) >= 0.999
-    # The bound must not be far too large.
-    assert np.median(z) >= 0.01
+            pull = lambda dy, cache, by=0.0: ((1 + by) * backward(dy, cache)[0],)
+            report = check_gradients(of_x, pull, [x], rng=seed, max_elements=200)
+            assert report.passed, str(report)
+            # The bound is not far too large.
+            assert report.resolution < 1e-6
+            worse = partial(pull, by=2 * report.resolution)
+            assert check_gradients(of_x, worse, [x], rng=seed, max_elements=200).verdict == "FAIL"
 
 
 def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
-    calls, done = [], []
-
     def wrong(dy, cache):
         dx, *others = backward(dy, cache)
         # One of 68 rows, and no element that the check always samples.
         dx[1, 7] *= 1.001
         return dx, *others
 
-    args = data(0, (4, 17, 384))
-    counted = lambda *args: calls.append(1) or forward(*args)
-    report = check_gradients(counted, backward, args, rng=0, progress=lambda *s: done.append(s))
+    args, done = data(0, (4, 17, 384)), []
+    report = check_gradients(forward, backward, args, rng=0, progress=lambda *s: done.append(s))
     assert report.passed, str(report)
-    assert report.forward_calls == len(calls) < 45 * 20
     assert [(r.checked, r.probes) for r in report.arguments] == 3 * [(12, 3)]
-    assert [r.total for r in report.arguments] == [4 * 17 * 384, 384, 384]
-    assert done == [(i + 1, 45) for i in range(45)]
+    assert (done[-1], report.forward_calls < 45 * 20) == ((45, 45), True)
     assert check_gradients(forward, wrong, args, rng=0).arguments[0].verdict == "FAIL"
 
 
@@ -151,7 +136,6 @@ def test_scales_are_the_row_spread_not_the_magnitude(rng):
 
 KINKS = {
     "abs": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),)),
-    "abs, other side": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.where(x < 0, -1, 1),)),
     "relu": (lambda x: (np.maximum(x, 0), x), lambda dy, x: (dy * (x > 0),)),
 }
 
@@ -178,12 +162,10 @@ def test_a_kink_is_recognised(name, distance):
 PLACES = [
     ((5, 7), (2, 3), "element (2, 3)"),
     ((5, 7), (slice(None), 5), "column 5"),
-    ((5, 7), (3, slice(None)), "row 3"),
     ((5, 7), (-1, slice(None)), "last row"),
     ((5, 7), (slice(None), slice(2, 5)), "15 of 35 elements"),
     ((5, 7), (slice(None), slice(None)), "everywhere"),
     ((3, 4, 5), (1, 2), "row (1, 2)"),
-    ((20, 150), (0, 0), "1 of the 12 elements compared"),
 ]
 
 
@@ -257,30 +239,17 @@ FAULTS = [
     (lambda x: (np.sin(x), [x]), lambda dy, cache: cosine(dy, cache.pop()),
      "backward is deterministic", "IndexError"),
     (lambda x: (drift(np.sin(x)), x), cosine, "forward is deterministic", "y differs by"),
-    (sine, lambda dy, x: (drift(dy * np.cos(x)),), "backward is deterministic", "gradient of x differs by"),
     (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "linear", "of x differs by"),
-    (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
     # This backward is homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
     # Functions that are no forward.
     (np.sin, cosine, "returns", "forward must return (y, cache), got one array"),
-    (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
-    (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
-    (lambda x: ([x, [1]], x), cosine, "returns", "y that forward returns"),
-    (lambda x: (None, x), cosine, "returns", "got object"),
     (lambda x: (Tensor(), x), cosine, "returns", "y that forward returns must be an array, got Tensor: detach"),
-    (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), cosine,
-     "forward is deterministic", "y differs by"),
     # Functions that are no backward: a sentence, not a traceback.
     (sine, fail, "x", "backward raised RuntimeError: no luck"),
-    (sine, lambda *_: None, "x", "got NoneType"),
-    (sine, lambda dy, x: {"x": dy * np.cos(x)}, "x", "got dict"),
-    (sine, lambda dy, x: cosine(dy, x) * 2, "x", "1 gradients, one for each argument, got tuple of 2"),
     (sine, lambda dy, x: (dy[0] * np.cos(x[0]),), "x", "the gradient must have shape 3 x 4, got 4"),
     (sine, lambda dy, _: (dy * np.nan,), "x", "must be finite, got nan at (0, 0) (12 such)"),
-    (sine, lambda *_: ("no",), "x", "must be float16"),
     (sine, lambda *_: ([[1], [1, 2]],), "x", "must be an array, got list"),
-    (sine, lambda dy, _: (dy.astype(int),), "x", "got int64"),
     (*both(Latest(softmax, softmax_backward)), "uses the cache", "the latest forward"),
     (lambda x: (np.sin(x).reshape((1, 3, 4) if next(AGAIN) else (3, 4)), x), cosine,
      "forward is deterministic", "y must have shape 3 x 4, got 1 x 3 x 4"),
@@ -307,7 +276,6 @@ JUDGED = [
        lambda dy, _, d=d, t=t, k=k: ((dy * np.where(X[1, 1] == X, k, 1) * d(X)).astype(t).astype(float),),
        [X], *rest) for f, d in SMOOTH for t, k, *rest in SPOILED),
     (forward, backward, data(0, offset=1e5, dtype=np.float32), "INCONCLUSIVE", "x", "coarser than"),
-    (forward, backward, data(1, dtype=np.float16), "INCONCLUSIVE", "x", "coarser than"),
     (forward, backward, data(2, dtype=ml_dtypes.bfloat16), "INCONCLUSIVE", "x", "coarser than"),
     # The forward computes in float16.
     (lambda x: (np.sin(x).astype(np.float16).astype(float), x), cosine, data(0)[:1],
@@ -320,17 +288,12 @@ JUDGED = [
     (*SQUARE, [np.zeros((0, 3))], "INCONCLUSIVE, NOT CHECKED", "x", "is empty"),
     # A scalar y, and arguments without axes.
     (*SQUARE, [np.array(3.0)], "PASS", "x", ""),
-    *((lambda x, y=y: (y(x), None), lambda dy, _: (np.full(X.shape, dy),), [X], "PASS", "x", "")
-      for y in (np.sum, lambda x: float(x.sum()))),
     # A forward that raises near x.
     (ROOT, lambda dy, x: (dy / (2 * np.sqrt(x)),), [NEAR_0], "PASS, NOTE", "called near", ""),
-    (ROOT, lambda dy, x: (dy / np.sqrt(x),), [NEAR_0], "FAIL, NOTE", "called near", ""),
     # Buffers, promoted results, a module in the cache, no cache at all.
     (*both(Buffers(softmax, softmax_backward)), [X], "PASS, NOTE", "results last", "overwritten by the next"),
     (lambda x: (np.float64(1) * softmax(x)[0], softmax(x)[0]),
      lambda dy, p: (softmax_backward(dy.astype(p.dtype), p)[0] * np.float64(1),), [X.astype("f4")], "PASS", "x", ""),
-    (lambda x: (softmax(x)[0], (softmax(x)[0], np)), lambda dy, c: softmax_backward(dy, c[0]), [X],
-     "PASS", "x", ""),
     (lambda x: (STATE.update(p=softmax(x)[0]) or STATE["p"], None),
      lambda dy, _: softmax_backward(dy, STATE["p"]), [X], "PASS", "x", ""),
 ]  # fmt: skip
@@ -356,56 +319,21 @@ def test_a_call_has_its_verdict_and_a_line_that_says_why(
 
 # ---- the report: text, JSON ----
 
-RIGHT = ArgumentResult("gamma", "PASS", 4, 4, 0, 0, (1,), 1.0, 1.0, 1e-13, 1e-15, 3e-12)
-WRONG = replace(RIGHT, name="x", verdict="FAIL", checked=24, total=24, failing=4, index=(1, 2, 0),
-                actual=1.5, bound_numeric=1e-12, resolution=3e-11, pattern="row 5")  # fmt: skip
-NOT_GIVEN = ArgumentResult("beta", "NOT CHECKED", message="the argument is None")
-VAGUE = replace(RIGHT, verdict="INCONCLUSIVE", message="too noisy", resolution=np.float64(0.1))
-FINDINGS = (
-    Finding("contract", "x is not modified by the forward", "PASS"),
-    Finding("contract", "dy is not modified", "FAIL", "dy[0, 1] was 1.0, then 2.0"),
-    Finding("contract", "the same bits in every run", "NOTE", "they differ by 1 ulp"),
-    Finding("closed form", "y", "PASS"),
-)
-NAMED = ("gamma is applied twice.",)
-REPORT = GradientReport((WRONG, RIGHT, NOT_GIVEN), 100, FINDINGS, NAMED, 3, 12.34)
-PASSED = GradientReport((RIGHT,), 10, FINDINGS[:1])
-ODD = replace(WRONG, actual=math.nan, numeric=math.inf, bound_numeric=math.inf, resolution=math.inf)
-DOUBT = Finding("smoothness", "no kink", "INCONCLUSIVE", "one at x[3]")
-OPEN = "INCONCLUSIVE: "
-# Reports that are empty, full or hold NaN, and the beginning of their text.
+DOUBTFUL = data(0, offset=1e5, dtype=np.float32)
+# Checks whose reports are empty, full or hold NaN, and the beginning of their text.
 REPORTS = {
-    "passed": (PASSED, "PASS"),
-    "nothing": (GradientReport((NOT_GIVEN,), 0), f"{OPEN}nothing was compared"),
-    "unclear": (GradientReport((VAGUE,), 1), f"{OPEN}no verdict on the gradient of gamma"),
-    "doubt": (replace(PASSED, findings=(DOUBT,)), f"{OPEN}smoothness"),
-    "others": (replace(PASSED, findings=(*FINDINGS, FINDINGS[1]._replace(layer="closed form"))),
-               "FAIL: contract and closed form"),
-    "odd": (GradientReport((ODD, ODD), 1), "FAIL: wrong gradient of x and x"),
-    "a probe": (GradientReport((replace(WRONG, index=None, probes=3, actual=1e308),), 1), "FAIL"),
-    "long": (replace(REPORT, diagnosis=("word " * 80, "$x_1$ [bold]b[/bold] % \\ {}")), "FAIL"),
-}  # fmt: skip
-
-
-def test_findings_are_counted_by_their_layer_and_those_that_did_not_pass_are_told():
-    """test_docs.py checks the lines before these, on a page."""
-    lines = REPORT.text(verbose=True).splitlines()
-    assert (
-        lines[lines.index("  beta: not judged: the argument is None") :][1]
-        == "  dy is not modified: dy[0, 1] was 1.0, then 2.0"
-    )
-    assert lines[-5:] == [
-        "  contract (what every pair of functions must do): 1 PASS, 1 FAIL, 1 NOTE",
-        "    FAIL: dy is not modified: dy[0, 1] was 1.0, then 2.0",
-        "    NOTE: the same bits in every run: they differ by 1 ulp",
-        "  closed form (our own formulas, element by element): 1 PASS",
-        "  100 forward and 3 backward calls, 12.3 s",
-    ]
+    "passed": ((sine, cosine), "PASS"),
+    "nothing": ((sine, lambda *_: (None,)), "INCONCLUSIVE: nothing was compared"),
+    "unclear": ((forward, backward, DOUBTFUL), "INCONCLUSIVE: no verdict on the gradient of x"),
+    "NaN": ((sine, lambda dy, _: (dy * np.nan,)), "FAIL: wrong gradient of x"),
+    "wrong": ((sine, lambda dy, x: (dy * np.sin(x) + 1,)), "FAIL: wrong gradient of x"),
+}
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_every_report_has_lines_and_json(name, tmp_path):
-    report, headline = REPORTS[name]
+    arguments, headline = REPORTS[name]
+    report = check(*arguments)
     lines = report.text(verbose=True).splitlines()
     assert lines[0].startswith(headline)
     # Formulas and causes keep their line.
@@ -415,6 +343,9 @@ def test_every_report_has_lines_and_json(name, tmp_path):
     written = json.loads(text, parse_constant=pytest.fail)
     assert written == report.as_dict()
     assert (written["verdict"], float(written["resolution"])) == (report.verdict, report.resolution)
-    for result, argument in zip(report.arguments, written["arguments"], strict=True):
-        np.testing.assert_equal(float(argument["actual"]), result.actual)
-        assert argument["index"] == (None if result.index is None else list(result.index))
+    actual = [float(argument["actual"]) for argument in written["arguments"]]
+    np.testing.assert_equal(actual, [result.actual for result in report.arguments])
+    # All that did not pass is told, and counted by its layer.
+    told = [f"  {f.verdict}: {f.name}" for f in report.findings if f.verdict != "PASS"]
+    assert all(any(one in line for line in lines) for one in told)
+    assert any(line.startswith("  contract (what every pair") for line in lines)

@@ -17,11 +17,11 @@ from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
 from stablenorm.formats import format_of
+from stablenorm.records import bfloat16
 from stablenorm.reference.equations import round_to
 from stablenorm.reference.sums import PARTIAL, merged, rounded
 from stablenorm.testing import digest, digest_inputs, near_midpoints, published_digests
 from stablenorm.testing.families import Case
-from stablenorm.types import bfloat16
 
 
 def ties(dtype, rng):
@@ -162,67 +162,48 @@ def test_every_number_of_16_bits(dtype, wide):
 # ---- sums of parts ----
 
 
-def fractions(part):
-    """Return the value and the error of one element."""
-    high, low, error = (Fraction(float(part[name])) for name in ("high", "low", "error"))
-    return high + low, error
-
-
 def some_parts(rng, count):
     parts = np.zeros(count, PARTIAL)
     spread = 2.0 ** (rng.integers(-70, 70, count) * rng.integers(0, 2, count))
     parts["high"] = rng.standard_normal(count) * spread * (rng.random(count) < 0.9)
-    lower = 2.0 ** rng.integers(-80, -54, count) * rng.choice([0, 1, -1], count)
-    parts["low"] = parts["high"] * lower
+    parts["low"] = (
+        parts["high"] * 2.0 ** rng.integers(-80, -54, count) * rng.choice([0, 1, -1], count)
+    )
     parts["error"] = 2.0 ** rng.integers(-110, 5, count) * rng.choice([0, 1], count)
     return parts
 
 
-def test_merged_bounds_its_error(rng):
-    """The bound is also nearly as small as it can be."""
+def test_what_partial_sums_certify_is_right(dtype, rng):
+    """Both ends of the bound of two sums round to the result, midpoints of the dtype and sums that cancel among them."""
     a, b = some_parts(rng, 1500), some_parts(rng, 1500)
-    # A third cancels except for the last bits.
     b[::3] = a[::3]
     b["high"][::3] *= -1 - 2.0**-52 * rng.integers(-1, 2, len(b[::3]))
-    total = merged(a, b)
-    for parts in zip(a, b, total, strict=True):
-        (v, e), (w, f), (value, error) = map(fractions, parts)
-        assert abs(v + w - value) + e + f <= error
-        roundings = abs(v + w) * Fraction(2) ** -100 + max(abs(v), abs(w), e, f) / 2**1000
-        assert error <= (e + f + roundings) * Fraction(1 + 2.0**-40)
-    assert (total["error"] == 0).sum() > 150
+    a["high"][1::3] %= 2.0**12
+    short = a["high"][1::3].astype(dtype)
+    a["high"][1::3] = short.astype(float) + np.spacing(short).astype(float) / 2
+    b["high"][1::3] = b["low"][1::3] = 0
+    values, uncertified = rounded(merged(a, b), dtype)
+    for one, other, value in zip(
+        a[~uncertified], b[~uncertified], values[~uncertified], strict=True
+    ):
+        high, low, error = (
+            Fraction(float(one[k])) + Fraction(float(other[k])) for k in PARTIAL.names
+        )
+        ends = [nearest(high + low + e, dtype) for e in (-error, error)]
+        assert [repr(end) for end in ends] == [repr(float(value))] * 2, (one, other)
+    # Few are left open that need not be, and exact sums are none of them.
+    assert not uncertified[(a["error"] == 0) & (b["error"] == 0)].any()
+    assert uncertified.mean() < 0.5
 
 
 def test_an_unknown_or_infinite_error(dtype, rng):
     a, b = some_parts(rng, 50), some_parts(rng, 50)
     a["error"], b["error"] = np.nan, 0
-    total = merged(a, b)
-    assert np.isnan(total["error"]).all()
-    assert not rounded(total, dtype)[1].any()
+    assert not rounded(merged(a, b), dtype)[1].any()
     parts = np.array([(1.0, 0.0, np.inf), (np.inf, 0.0, 0.0), (1.0, 0.0, 0.0)], PARTIAL)
     # An infinite sum may have left float64's range only in between.
     exact = np.array([(2.0, 0.0, 0.0)] * 3, PARTIAL)
     assert rounded(merged(parts, exact), dtype)[1].tolist() == [True, True, False]
-
-
-def test_rounded_decides_what_the_error_allows(dtype, rng):
-    parts = some_parts(rng, 600)
-    parts["high"] %= 2.0**12
-    # Midpoints, and next to them.
-    short = parts["high"].astype(dtype)
-    parts["high"][::2] = (short.astype(float) + np.spacing(short).astype(float) / 2)[::2]
-    beside = np.spacing(parts["high"]) * 2.0**-20 * (parts["high"] != 0)
-    parts["low"] = beside * rng.choice([0, 1, -1], 600)
-    seen = set()
-    for part, value, uncertified in zip(parts, *rounded(parts, dtype), strict=True):
-        v, e = fractions(part)
-        # The sum with the bound is rounded, which may leave an element uncertified.
-        more = Fraction(2) ** -101 * abs(v) if uncertified else 0
-        ends = [repr(nearest(end, dtype)) for end in (v - e - more, v, v + e + more)]
-        assert uncertified or {*ends} == {repr(float(value))}, part
-        assert not uncertified or (e and len({*ends}) > 1), part
-        seen.add((bool(uncertified), e == 0))
-    assert seen == {(False, True), (False, False), (True, False)}
 
 
 # ---- fixed inputs, and digests of their results ----

@@ -18,8 +18,8 @@ from stablenorm.api.norms import (
     rms_norm_forward,
 )
 from stablenorm.layer import LayerNorm, RMSNorm
+from stablenorm.records import Cache, Gradients
 from stablenorm.threads import get_num_threads, set_num_threads
-from stablenorm.types import Cache, Gradients
 
 if TYPE_CHECKING:
     from stablenorm.check import (

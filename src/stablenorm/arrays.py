@@ -14,7 +14,8 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import memory
 from stablenorm.formats import NATIVE, check_dtype
-from stablenorm.types import Array, shown
+from stablenorm.records import Array
+from stablenorm.scalars import shown
 
 # DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
 _CUDA_KINDS = frozenset((2, 13))
@@ -130,21 +131,19 @@ def empty_like(like: Array) -> Array:
 contiguous = np.ascontiguousarray
 
 
-def rows(
-    array: Array, layout: Any, read: bool = True, over: Array | None = None
-) -> tuple[Array, bool]:
+def rows(array: Array, layout: Any, read: bool = True, over: Array | None = None) -> Array:
     """
-    Return an array as plain rows by a layout, and whether they are a view of it.
+    Return an array as plain rows by a layout, if its strides allow a view; `over` tells what a view may not lie over.
 
-    Else they are a copy; or, unless `read`, new rows for results, which never lie over the array `over`.
+    Else they are a copy; or, unless `read`, new rows for results. These own their memory.
     """
+    # A memmap becomes a plain view.
+    moved = np.asarray(array).transpose(layout.order)
     try:
-        # A memmap becomes a plain view.
-        moved = np.asarray(array).transpose(layout.order)
         view = moved.reshape(layout.shape, copy=False)
         is_apart = over is None or not np.may_share_memory(view, over)
         if is_apart and (view.shape[1] == 1 or view.strides[1] == view.itemsize):
-            return view, True
+            return view
     except ValueError:
         pass
     new = memory.empty if array.nbytes >= memory.LARGE else np.empty
@@ -158,14 +157,16 @@ def rows(
         raise MemoryError(msg) from None
     if read:
         made.reshape(layout.lengths)[...] = moved
-    return made, False
+    return made
 
 
 # ---- axes ----
 
 
-def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
-    """Return `axis`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
+def normalize_axes(
+    axis: int | tuple[int, ...] | None, ndim: int, name: str = "axis"
+) -> tuple[int, ...]:
+    """Return the argument `name`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
     if type(axis) is int and -ndim <= axis < ndim:
         # One axis takes a twentieth of the time of the code below.
         return (axis % ndim,)
@@ -174,13 +175,13 @@ def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, 
         axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in chosen)
     except TypeError:
         cure = "; pass a tuple" * isinstance(axis, (list, np.ndarray))
-        msg = f"axis must be an int or a tuple of ints, got {axis!r:.60}{cure}"
+        msg = f"{name} must be an int or a tuple of ints, got {axis!r:.60}{cure}"
         raise TypeError(msg) from None
     except (np.exceptions.AxisError, OverflowError):
-        msg = f"axis must name axes of x, which has {ndim} dimensions, got {shown_axis(axis)}"
+        msg = f"{name} must name axes of x, which has {ndim} dimensions, got {shown_axis(axis)}"
         raise ValueError(msg) from None
     if not axes or len(set(axes)) < len(axes):
-        msg = f"axis must name at least one axis, each once, got {axis}"
+        msg = f"{name} must name at least one axis, each once, got {axis}"
         raise ValueError(msg)
     return tuple(axes)
 

@@ -7,7 +7,7 @@ are (n,). An array that is missing, or not wanted, is None. A backend writes the
 
 from typing import Any, NamedTuple
 
-from stablenorm.types import Norm, Statistics
+from stablenorm.records import Norm, Statistics
 
 
 class Forward(NamedTuple):
@@ -33,10 +33,9 @@ class Backward(NamedTuple):
     norm: Norm
     statistics: Statistics
     dx: Any = None
+    # Sums rounded to their dtype; or, if that is `reference.sums.PARTIAL`, not yet.
     dgamma: Any = None
     dbeta: Any = None
     # Added to dx, and of its shape.
     dsum: Any = None
-    # Whether dgamma and dbeta are to be partial sums, as in `reference.sums`; they come as zeros.
-    partial: bool = False
     threads: int | None = None

@@ -24,8 +24,9 @@ from stablenorm.arrays import is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.formats import check_dtype
 from stablenorm.functional import checks, keywords, operations
+from stablenorm.records import NAMES, Cache, Gradients, Norm
 from stablenorm.reference import sums
-from stablenorm.types import NAMES, Cache, Gradients, Norm
+from stablenorm.reference.exact import nearest
 
 # An array and the axes of x that its axes are, or (None, None).
 Operand = tuple[Any, Any]
@@ -137,7 +138,7 @@ def forward(
     x: Any, norm: Norm, axis: Any, out: Any, backend: Any, keep: bool, residual: Any, where: Any
 ) -> tuple[Array, LazyCache | None]:
     """Do the work of `operations.forward` for an x that is a Dask array."""
-    checks.check_combinations([checks.DASK], out=out)
+    checks.check_combinations({checks.DASK: True, "out": out})
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
     norm = checks.checked_norm(convert, norm, x.shape, axes)
@@ -210,7 +211,8 @@ def backward(
 ) -> Gradients:
     """Do the work of `operations.backward` for the cache of a Dask array."""
     checks.checked_cache(cache, dy, kind)
-    checks.check_combinations([checks.DASK], out=out, sum_axes=sum_axes, accumulate=accumulate)
+    given = {"out": out, "sum_axes": sum_axes, "accumulate": accumulate}
+    checks.check_combinations(given | {checks.DASK: True})
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
@@ -242,7 +244,7 @@ def _backward(asked: Any, dy: Any, dsum: Any, *block: Any) -> Gradients:
         for name, parameter in (("gamma", cache.norm.gamma), ("beta", cache.norm.beta))
     )
     out = Gradients(dx, *totals)
-    operations.run_backward(dy, cache, out, dsum, partial=True, threads=threads_of_task())
+    operations.run_backward(dy, cache, out, dsum, threads_of_task())
     return out
 
 
@@ -268,7 +270,6 @@ def _again(which: int, dy: Any, uncertified: Any, *block: Any) -> Any:
 
 def _decided(values: Any, exact: Any) -> Any:
     """Return rounded sums, but those that have an exact sum, not 0, by that."""
-    result = values.copy()
-    places = zip(*exact.nonzero(), strict=True)
-    sums.decide(result, ((place, exact[place]) for place in places))
+    result, places = values.copy(), exact != 0
+    result[places] = nearest(exact[places], values.dtype)
     return result

@@ -14,7 +14,8 @@ from stablenorm.api import FUNCTIONS
 from stablenorm.arrays import convert
 from stablenorm.formats import check_dtype, parse
 from stablenorm.functional.checks import checked_norm
-from stablenorm.types import NAMES, Array, Cache, Name, Norm, Rounding, check_count
+from stablenorm.records import NAMES, Array, Cache, Name, Norm, Rounding
+from stablenorm.scalars import check_count
 
 
 class _Layer:

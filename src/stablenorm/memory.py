@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.types import Array, check_count
+from stablenorm.records import Array
+from stablenorm.scalars import check_count
 
 # The compiled module, once it is loaded; until then, and without it, results are NumPy's own.
 _core: Any = None

@@ -2,7 +2,7 @@
 
 import os
 
-from stablenorm.types import check_count
+from stablenorm.scalars import check_count
 
 _chosen: int | None = None
 

@@ -19,8 +19,8 @@ import numpy as np
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.formats import parse
+from stablenorm.records import Array, Gradients, Rounding
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.types import Array, Gradients, Rounding
 
 Call = Callable[[], Any]
 # Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.

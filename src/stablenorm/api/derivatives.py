@@ -5,7 +5,7 @@ from __future__ import annotations
 from numpy.typing import ArrayLike
 
 from stablenorm.functional.derivatives import double_backward, jvp
-from stablenorm.types import Array, Cache
+from stablenorm.records import Array, Cache
 
 
 def layer_norm_jvp(

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.operations import backward, forward
-from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Rounding, new_norm
+from stablenorm.records import NAMES, Array, Backend, Cache, Gradients, Name, Rounding, new_norm
 
 
 def on_dask() -> Any:

@@ -1,7 +1,7 @@
 """Check hand-written gradients against finite differences that estimate their own error."""
 
 from stablenorm.check.gradients import assert_gradients, check_gradients
-from stablenorm.check.layer_norm import check_layer_norm, check_rms_norm
+from stablenorm.check.norms import check_layer_norm, check_rms_norm
 from stablenorm.check.results import ArgumentResult, Finding, GradientReport
 
 __all__ = [

@@ -17,7 +17,7 @@ import numpy as np
 
 from stablenorm.check.operation import FaultError, Loss, as_array, flat, rms, tiniest, unit_roundoff
 from stablenorm.check.results import TINIEST, ArgumentResult, Finding, Verdict
-from stablenorm.types import Array
+from stablenorm.records import Array, Shape
 
 # In units of the argument's scale. At a quarter, the series in step^2 of a normalization converges
 # fast; at 2^-9 the plain secant has a truncation error of 4e-6.
@@ -43,7 +43,7 @@ _SIGMAS = 4.0
 _SAMPLE = 12
 # A bound coarser than this, relative to the RMS of the gradient, cannot judge: the usual mistakes
 # (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.
-_COARSEST = 1e-3
+COARSEST = 1e-3
 
 # The best bound is small beside the secants; the derivative is 0 but for rounding; left and right
 # slope keep their distance; nothing is known.
@@ -94,6 +94,11 @@ class _Row(NamedTuple):
     bend: float
     # The outputs at x+ and x-.
     ends: Array
+
+    @property
+    def moved(self) -> Array:
+        """Which outputs differ at both ends."""
+        return np.asarray(self.ends[0] != self.ends[1])
 
 
 class Argument:
@@ -168,39 +173,36 @@ class Argument:
         else:
             rounding, unit = float(self.bounds[where]), float(scale) * factor
         scale, (samples, level) = scale * factor, self._noise(factor)
-        rows, tableau, stale = list[_Row](), list[Array](), 0
-        noise = apart = usual = math.inf
-        best = math.inf, float(np.sum(gradient * scale)), math.nan
+        rows = list[_Row]()
         for power in _STEPS:
             # Steps are not exactly halved, so the last bits of x change: a forward with the same rounding
             # errors at all steps would hide them from the tableau.
             row = self._secant(where, scale, gradient, power * (1 + self._rng.random() / 4))
-            if row is None:
-                continue
-            moved = row.ends[0] != row.ends[1]
-            if not rows:
-                # The first step goes farthest: later ones seldom move an output that it did not.
-                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
-                noise, apart, usual = self._bound_noise(samples, level, reach)
             # Outputs that moved now stand still: a step below the resolution of the forward.
-            elif reach.any() and not moved.any():
+            if row and rows and rows[0].moved.any() and not row.moved.any():
                 break
-            rows.append(row)
-            tableau, entry = _extend(tableau, rows, noise)
-            stale = 0 if entry[0] < best[0] else stale + 1
-            bound, actual, numeric = best = min(best, entry)
-            # Never stop at a difference: beside a kink, only steps that do not reach it are right.
-            agrees = abs(actual - numeric) <= bound
-            # Nothing finer can be judged, or two further steps have not improved the bound.
-            if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
-                break
+            if row:
+                rows.append(row)
+        if not rows:
+            return Estimate(
+                float(np.sum(gradient * scale)) / unit,
+                math.nan,
+                math.inf,
+                math.inf,
+                "no limit",
+                False,
+            )
+        # The first step goes farthest: later ones seldom move an output that it did not.
+        reach = np.where(rows[0].moved, np.max(np.abs([self.loss.y, *rows[0].ends]), axis=0), 0.0)
+        noise, usual = self._bound_noise(samples, level, reach)
+        best = _extrapolate(rows, noise)
         status = _status(best, rows, noise, usual, level)
         # Past a kink at d, secants change as 1 - d / step: more at shorter steps.
         changes = [abs(b.numeric - a.numeric) for a, b in pairwise(rows)]
         noises = [noise * math.hypot(1 / a.step, 1 / b.step) for a, b in pairwise(rows)]
         wavers = any(np.greater(changes[1:], np.maximum(changes[:-1], noises[1:])))
         bound, actual, numeric = (part / unit for part in best)
-        return Estimate(actual, numeric, bound, apart / unit + rounding, status, wavers)
+        return Estimate(actual, numeric, bound, noise / unit + rounding, status, wavers)
 
     def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
         """Form x+ and x-, and compare; None where the dtype cannot make this step."""
@@ -281,18 +283,15 @@ class Argument:
         # At least half an ulp: every output was rounded to its dtype.
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dy.dtype))
 
-    def _bound_noise(self, samples: list[Array], level: float, reach: Array) -> list[float]:
-        """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
+    def _bound_noise(self, samples: list[Array], level: float, reach: Array) -> tuple[float, float]:
+        """Bound the noise of <u, y> where `reach` is not 0; second, the size of u y."""
         loss = self.loss
         usual = _norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
-        terms = [sample[:, places] for sample in samples]
-        variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
+        summed = max(float(np.mean(sample[:, places].sum(axis=1) ** 2)) for sample in samples)
         # At least the usual noise of all outputs, in unrelated directions.
-        floor = level * _norm((loss.u * reach)[places])
-        summed, apart = np.maximum(_SIGMAS * np.sqrt(np.max(variances, axis=0)), floor)
-        return [float(summed), float(apart), usual]
+        return max(_SIGMAS * math.sqrt(summed), level * _norm((loss.u * reach)[places])), usual
 
     def places(self, max_elements: int, probes: int) -> list[int | None]:
         """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""
@@ -300,9 +299,8 @@ class Argument:
             return list(range(size))
         n = self.x.shape[-1]
         # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
-        block = n // 128 * 128
-        extremes = np.abs(self._x).argmax(), np.abs(self._gradient).argmax()
-        special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
+        block = min(n // 128 * 128, n - 1)
+        special = 0, n - 1, size - n, size - 1, max(block - 1, 0), block, abs(self._x).argmax()
         chosen = dict.fromkeys(map(int, [*special, *self._rng.permutation(size)[:_SAMPLE]]))
         return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
 
@@ -324,7 +322,7 @@ class Argument:
 
         # The coarsest comparison, those at kinks left out, relative to the size of both sides.
         resolution = max((coarseness(e) for e in estimates if e.status != "kink"), default=np.inf)
-        coarsest = max(_COARSEST, 16 * unit_roundoff(self.gradient.dtype))
+        coarsest = max(COARSEST, 16 * unit_roundoff(self.gradient.dtype))
         bent = [e.place for e in estimates if e.status == "kink"]
         at_kinks = sum(place is not None for place in bent)
         wrong = np.array([e.z > 1 for e in elements])
@@ -396,26 +394,27 @@ def _status(best: Best, rows: list[_Row], noise: float, usual: float, level: flo
     return "rounding" if (small or little) and near else "no limit"
 
 
-def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list[Array], Best]:
-    """Add the newest secant to the tableau, of entries (actual, numeric, *weights of the secants)."""
-    k = len(rows) - 1
-    entry = np.zeros(2 + len(_STEPS))
-    entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
-    line, best = [entry], (math.inf, math.nan, math.nan)
-    disturbance = np.array([noise / row.step + row.error for row in rows])
-    for j in range(1, k + 1):
-        # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
-        q = (rows[k - j].step / rows[k].step) ** 2
-        entry = (q * line[j - 1] - previous[j - 1]) / (q - 1)
-        line.append(entry)
-        residual, *parents = (float(e[1] - e[0]) for e in (entry, line[j - 1], previous[j - 1]))
-        disagreement = max(abs(residual - parent) for parent in parents)
-        bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
-        best = min(best, (bound, float(entry[0]), float(entry[1])))
-    return line, best
+def _extrapolate(rows: list[_Row], noise: float) -> Best:
+    """Return the entry of the tableau in step^2 with the least bound."""
+    actual, numeric, disturbance = np.transpose(
+        [(row.actual, row.numeric, noise / row.step + row.error) for row in rows]
+    )
+    apart, line, best = numeric - actual, list[Array](), (math.inf, float(actual[-1]), math.nan)
+    # Entries are weights of the secants.
+    for k, secant in enumerate(np.eye(len(rows))):
+        previous, line = line, [secant]
+        for j, above in enumerate(previous, 1):
+            # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
+            q = (rows[k - j].step / rows[k].step) ** 2
+            left, entry = line[-1], (q * line[-1] - above) / (q - 1)
+            disagreement = max(abs(float(apart @ (entry - parent))) for parent in (left, above))
+            bound = disagreement + float(np.abs(entry) @ disturbance)
+            best = min(best, (bound, float(actual @ entry), float(numeric @ entry)))
+            line.append(entry)
+    return best
 
 
-def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def place_of(place: int, shape: Shape) -> Shape:
     """Return the index of an element given by its flat index."""
     return tuple(map(int, np.unravel_index(place, shape)))
 

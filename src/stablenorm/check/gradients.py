@@ -15,13 +15,14 @@ from stablenorm.check.operation import (
     Loss,
     Missing,
     Operation,
+    Unknown,
     as_array,
 )
 from stablenorm.check.results import _NO_ARGUMENT, ArgumentResult, Finding, GradientReport, Verdict
 from stablenorm.check.rules import check_rules, widen_bounds
 from stablenorm.formats import check_dtype
-from stablenorm.text import shape_text
-from stablenorm.types import Array
+from stablenorm.output import shape_text
+from stablenorm.records import Array
 
 Progress = Callable[[int, int], object]
 Outcome = tuple[list[ArgumentResult], list[Finding]]
@@ -107,7 +108,9 @@ def check_gradients(
     'FAIL'
     """
     operation, (arrays, spans) = Operation(forward, backward), check_args(args, names, scales)
-    outcome = compare(operation, arrays, spans, rng, probes, max_elements, progress)
+    sound, refused, findings = begin(operation, arrays, spans, rng)
+    judged = _compare(sound, findings, probes, max_elements, progress) if sound else {}
+    outcome = [refused[name] or judged[name] for name in arrays], findings
     about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
     about += [f"seed {rng}"] * isinstance(rng, int)
     return make_report(operation, outcome, ", ".join(about))
@@ -157,19 +160,22 @@ def make_report(
 
 
 @np.errstate(all="ignore")
-def compare(
-    operation: Operation, args: Given, spans: dict[str, Array], rng: Any,
-    probes: int, max_elements: int, progress: Progress | None,
-) -> Outcome:  # fmt: skip
-    """Check the rules of a call, then compare every gradient that can be compared."""
+def begin(
+    operation: Operation, args: Given, spans: dict[str, Array], rng: Any
+) -> tuple[list[Argument], dict[str, ArgumentResult | None], list[Finding]]:
+    """Check the rules of a call; return the gradients that can be judged, the results of others, findings."""
+
+    def unchecked(why: str) -> dict[str, ArgumentResult | None]:
+        """Return the results of arguments that cannot be judged."""
+        return {name: ArgumentResult(name, "NOT CHECKED", message=why) for name in args}
+
     try:
         loss = Loss(operation, args, spans, np.random.default_rng(rng))
     except FaultError as fault:
         verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
         operation.trace = fault.trace
         findings = [Finding("contract", "the forward returns (y, cache)", verdict, str(fault))]
-        why = "there is nothing to compare with"
-        return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
+        return [], unchecked("there is nothing to compare with"), findings
     form, gradients = "", dict.fromkeys(args)
     # Call the backward first: it may raise.
     try:
@@ -180,29 +186,36 @@ def compare(
     sound = [Argument(loss, name, gradients) for name, result in refused.items() if not result]
     findings = check_rules(loss, sound, backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
-        why = "the forward is not deterministic"
-        return [ArgumentResult(name, "NOT CHECKED", message=why) for name in args], findings
+        return [], unchecked("the forward is not deterministic"), findings
+    if message := operation.overwritten:
+        findings.append(Finding("contract", "results last", "NOTE", message))
+    return sound, refused, findings
 
+
+@np.errstate(all="ignore")
+def _compare(
+    sound: list[Argument], findings: list[Finding], probes: int, most: int, progress: Any
+) -> dict[str, ArgumentResult]:
+    """Compare gradients with finite differences; return the results by name, and add to `findings`."""
+    loss = sound[0].loss
     widen_bounds(loss, sound)
-    work = [(a, place) for a in sound for place in a.places(max_elements, probes)]
+    work = [(argument, place) for argument in sound for place in argument.places(most, probes)]
     for done, (argument, place) in enumerate(work, 1):
         argument.compare(place)
         if progress is not None:
             progress(done, len(work))
     judged = {argument.name: argument.judge() for argument in sound}
     findings += [bent for _, bent in judged.values() if bent]
-    if message := operation.overwritten:
-        findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
         name = ("y always has one shape", "the forward can be called near the arguments")[raised]
         findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
-    return [refused[name] or judged[name][0] for name in args], findings
+    return {name: result for name, (result, _) in judged.items()}
 
 
 def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> ArgumentResult | None:
     """Return the result of an argument that cannot be compared, or None; `fault` is the backward's."""
-    if array is None or (gradient is None and not fault):
-        why = _NO_ARGUMENT if array is None else "backward returned None for it"
+    if array is None or (not fault and (gradient is None or isinstance(gradient, Unknown))):
+        why = _NO_ARGUMENT if array is None else gradient or "backward returned None for it"
         return ArgumentResult(name, "NOT CHECKED", message=why)
     try:
         fault = fault or (gradient if isinstance(gradient, Missing) else "")

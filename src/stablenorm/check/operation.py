@@ -5,18 +5,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MemberDescriptorType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
 from stablenorm.formats import check_dtype, format_of
-from stablenorm.text import described, shape_text
-from stablenorm.types import Array
+from stablenorm.output import described, shape_text
+from stablenorm.records import Array, Shape
 
 # Frames of ours, which no traceback of a user's code shows.
 _OURS = str(Path(__file__).parents[1])
+# Py_TPFLAGS_HEAPTYPE: a class that Python code made.
+_HEAP_TYPE = 1 << 9
 Given = dict[str, Array | None]
 Backward = Callable[[Array, Any], Any]
 
@@ -58,11 +60,17 @@ class Missing(str):
     """Stands for a gradient that is found nowhere; the text says so."""
 
 
+class Unknown(str):
+    """Stands for a gradient that cannot be judged; the text says why."""
+
+
 class Operation:
     """A forward and its backward; watches the calls, and turns their exceptions into FaultError."""
 
-    def __init__(self, forward: Callable[..., Any], backward: Backward):
+    def __init__(self, forward: Callable[..., Any], backward: Backward, view: Any = None):
         self._forward, self._backward, self.start = forward, backward, time.perf_counter()
+        # Arrays as the code takes them: `view.back` of ours by name, `view.there` of its by name.
+        self._view = view
         self.forward_calls = self.backward_calls = 0
         # Arguments whose gradient has a wrong shape, or is none: reported once, then left out.
         self.left_out: set[str] = set()
@@ -81,16 +89,19 @@ class Operation:
         """Return (y, cache) for copies of `args`; a layer norm takes `eps`."""
         self.forward_calls += 1
         # A function that modifies its arguments must not reach the next call.
-        own = self._given = {name: None if a is None else a.copy() for name, a in args.items()}
+        own = {name: None if a is None else a.copy() for name, a in args.items()}
+        own = self._given = self._view.back(own) if self._view else own
         result = self._watched("forward", self._forward, [*own.items()], *own.values(), *eps)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             msg = f"the forward must return (y, cache), got {described(result)}"
             raise FaultError(msg)
-        return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
+        y = as_array("the y that forward returns", result[0])
+        return self._copied("y", y), result[1]
 
     def gradients(self, dy: Array, cache: Any) -> dict[str, Any]:
         """Return the gradients by the names of the arguments; FaultError for another return value."""
         self.backward_calls += 1
+        dy = self._view.back({"x": dy})["x"] if self._view else dy
         reach = [("dy", dy), *self._given.items(), ("the cache", cache)]
         returned = self._watched("backward", self._backward, reach, dy, cache)
         if isinstance(returned, (tuple, list)) and len(returned) == len(self._given):
@@ -126,6 +137,7 @@ class Operation:
         """Copy an array, because the next call may overwrite it; remember if one did."""
         if not isinstance(result, np.ndarray):
             return result
+        result = self._view.there(name, result) if self._view else result
         before, copied = self._latest.get(name, (result, result))
         if before.tobytes() != copied.tobytes() and np.may_share_memory(before, result):
             self.overwritten = "results are overwritten by the next call; copy what is to be kept"
@@ -133,7 +145,7 @@ class Operation:
         return self._latest[name][1]
 
 
-def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array:
+def as_array(name: str, value: Any, shape: Shape | None = None) -> Array:
     """Return a result as an array of this shape and one of the four dtypes, or raise FaultError."""
     try:
         array = np.asarray(value)
@@ -157,22 +169,21 @@ def leaves(cache: Any, depth: int = 4) -> Iterator[Array]:
 def arrays_in(
     owner: Any, depth: int = 4, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Array]]:
-    """Yield the arrays in an object, and the attributes, keys and places that lead to them."""
+    """Yield the arrays in an object, its classes and closures, and the attributes, keys and places that lead to them."""
     if isinstance(owner, np.ndarray):
         yield path, owner
     elif depth and not isinstance(owner, (type, ModuleType)):
-        named = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        # By the names under which they are stored: those of private slots hold the name of the class.
-        classes = [vars(class_) for class_ in type(owner).__mro__]
-        slots = [
-            name
-            for own in classes
-            for name, value in own.items()
-            if "__slots__" in own and isinstance(value, MemberDescriptorType)
-        ]
-        listed = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
-        parts = [*listed.items(), *named.items(), *((n, getattr(owner, n, None)) for n in slots)]
-        for name, part in parts:
+        parts: dict[Any, Any] = dict(enumerate(owner)) if isinstance(owner, (tuple, list)) else {}
+        parts |= owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        if cells := getattr(owner, "__closure__", None):
+            parts |= zip(owner.__code__.co_freevars, (c.cell_contents for c in cells), strict=True)
+        for class_ in type(owner).__mro__ if type(owner).__flags__ & _HEAP_TYPE else ():
+            for name, value in vars(class_).items():
+                # Slots by the names under which they are stored: those of private ones hold the name of the class.
+                is_slot = isinstance(value, MemberDescriptorType)
+                if is_slot or isinstance(value, (np.ndarray, dict, list, FunctionType)):
+                    parts.setdefault(name, getattr(owner, name, None) if is_slot else value)
+        for name, part in parts.items():
             yield from arrays_in(part, depth - 1, (*path, str(name)))
 
 

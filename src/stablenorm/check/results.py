@@ -5,17 +5,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.text import plain, to_json, wrapped
+from stablenorm.output import plain, to_json, wrapped
+from stablenorm.records import Shape
 
 # Replaces a bound of 0, by which nothing can be divided.
 TINIEST = 2.0**-1074
-_NO_ARGUMENT = "the argument is None"
+_NO_ARGUMENT = "there is none"
 # Layers whose notes everybody reads; those of other layers are figures.
 _TOLD = "contract", "the forward", "smoothness"
 _LAYERS = {
     "contract": "what every pair of functions must do",
     "closed form": "our own formulas, element by element",
-    "hard inputs": "data on which digits are lost",
+    "hard inputs": "data on which formulas differ",
     "smoothness": "where there is a derivative",
 }
 # NOTE is for findings alone, NOT CHECKED for arguments alone.
@@ -71,7 +72,7 @@ class ArgumentResult:
     total: int = 0
     probes: int = 0
     failing: int = 0
-    index: tuple[int, ...] | None = None
+    index: Shape | None = None
     actual: float = math.nan
     numeric: float = math.nan
     bound_numeric: float = math.nan
@@ -146,6 +147,8 @@ class GradientReport:
         computes where it is wrong, read back from its results, and the right one.
     traceback : str
         The exception of the code, if it raised one, from its own lines on.
+    left : str
+        Why parameters of the code were not judged, if it has more than its arguments.
     """
 
     arguments: tuple[ArgumentResult, ...]
@@ -158,6 +161,7 @@ class GradientReport:
     formula: dict[str, str] = field(default_factory=dict)
     right: dict[str, str] = field(default_factory=dict)
     traceback: str = ""
+    left: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -196,10 +200,15 @@ class GradientReport:
     @property
     def unjudged(self) -> str:
         """Why not all gradients were judged; empty if all were, or have no argument."""
-        left = (
-            r for r in self.arguments if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT
-        )
-        return "; ".join(f"d{r.name} was not judged: {r.message}" for r in left)
+        why = dict[str, list[str]]()
+        for r in self.arguments:
+            if r.verdict == "NOT CHECKED" and r.message != _NO_ARGUMENT:
+                why.setdefault(r.message, []).append(f"d{r.name}")
+        said = [
+            f"{' and '.join(n)} {'were' if n[1:] else 'was'} not judged: {w}"
+            for w, n in why.items()
+        ]
+        return "; ".join([*said, *[self.left] * bool(self.left)])
 
     @property
     def headline(self) -> str:
@@ -223,7 +232,8 @@ class GradientReport:
 
         With `verbose`, all figures follow, each with a word of explanation.
         """
-        lines = [self.unjudged] * (self.passed and bool(self.unjudged))
+        unjudged = self.unjudged if self.passed else self.left
+        lines = [unjudged] * bool(unjudged)
         lines += [f.message for f in self.findings if f.layer == "precision"]
         # Each formula with its own cause would repeat what is common: first formulas, then causes.
         for name, yours in self.formula.items():
@@ -231,15 +241,20 @@ class GradientReport:
             lines.append(label + yours)
             lines += ["right".ljust(len(label)) + self.right[name]] * bool(self.right[name])
         failed = [
-            f"{f.name}: {f.message}".removesuffix(": ")
+            f.message if f.layer == "contract" else f"{f.name}: {f.message}"
             for f in self.findings
             if f.verdict in ("FAIL", "INCONCLUSIVE")
         ]
         lines += [f"{'cause':10}{said}" for said in self.diagnosis or failed[:1]]
         lines += self.traceback.splitlines()
-        lines += [
-            str(result) for result in self.arguments if not (self.traceback and result.message)
-        ]
+        for result in self.arguments:
+            # What was said above is not said again.
+            is_said = result.message and (self.traceback or result.message in unjudged)
+            lines += (
+                []
+                if self.traceback and is_said
+                else [str(result).partition(": the")[0] if is_said else str(result)]
+            )
         lines += [said for said in failed[not self.diagnosis :] if said not in lines]
         lines += [
             f"note: {f.message}" for f in self.findings if f.verdict == "NOTE" and f.layer in _TOLD
@@ -264,7 +279,8 @@ class GradientReport:
             # Below a second, the time interests nobody, and equal checks give equal texts.
             lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
         # Formulas, causes and tracebacks keep their lines.
-        kept = ("  your ", "  right ", "  cause ", "  Trace", "   ")
+        trace = filter(str.strip, self.traceback.splitlines())
+        kept = tuple(f"  {first}" for first in ("your ", "right ", "cause ", *trace))
         indented = [self.headline, *("  " + line for line in lines)]
         parts = ([line] if line.startswith(kept) else wrapped(line) or [""] for line in indented)
         return "\n".join(part for lines in parts for part in lines)

@@ -11,7 +11,7 @@ from stablenorm.check.differences import Argument
 from stablenorm.check.operation import FaultError, Loss, as_array, flat, leaves, rms, unit_roundoff
 from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 # Runs of each function: random numbers in the code show at once, a race seldom.
 _RUNS = 3
@@ -27,25 +27,28 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
     modified = loss.operation.modified.get
     outputs = ({"y": loss.operation.forward(loss.args)[0]} for _ in range(1, _RUNS))
     pulled = _pulls(loss, arguments, [loss.dy] * _RUNS)
-    # A rule returns words for the fault, empty if there is none.
-    rules: list[tuple[str, Callable[[], str]]] = [
-        ("the forward leaves its arguments alone", lambda: modified("forward", "")),
-        ("the forward is deterministic", lambda: _differ({"y": loss.y_as_returned}, *outputs)),
-        ("the backward leaves dy, the cache and the arguments alone", lambda: modified("backward", "")),
-        ("the backward is deterministic, and a cache can be used twice", lambda: _differ(*pulled)),
-        ("the backward is linear in dy", lambda: _linear(loss, arguments)),
-        ("the backward uses the cache that it is given", lambda: _uses_its_cache(loss, arguments)),
+    # What must hold, what to say if it does not, and a rule that returns words for the fault.
+    rules: list[tuple[str, str, Callable[[], str]]] = [
+        ("the forward leaves its arguments alone", "", lambda: modified("forward", "")),
+        ("the forward is deterministic", "the forward is not deterministic",
+         lambda: _differ({"y": loss.y_as_returned}, *outputs)),
+        ("the backward leaves dy, the cache and the arguments alone", "", lambda: modified("backward", "")),
+        ("the backward is deterministic, and a cache can be used twice",
+         "a second call of the backward gives another result", lambda: _differ(*pulled)),
+        ("the backward is linear in dy", "the backward is not linear in dy", lambda: _linear(loss, arguments)),
+        ("the backward uses the cache that it is given", "", lambda: _uses_its_cache(loss, arguments)),
     ]  # fmt: skip
     findings: list[Finding] = []
-    for name, rule in rules[: None if backward else 2]:
+    for name, wrong, rule in rules[: None if backward else 2]:
         # Skip the last rule after a failure: it would blame random gradients on the cache.
-        if rule is rules[-1][1] and any(f.verdict == "FAIL" for f in findings):
+        if name == rules[-1][0] and any(f.verdict == "FAIL" for f in findings):
             break
         try:
-            message = rule()
+            said = rule()
         except FaultError as fault:
-            message = str(fault)
-        findings.append(Finding("contract", name, "FAIL" if message else "PASS", message))
+            said = str(fault)
+        message = ": ".join(filter(None, [wrong, said])) if said else ""
+        findings.append(Finding("contract", name, "FAIL" if said else "PASS", message))
     return findings
 
 
@@ -145,6 +148,8 @@ def _differ(first: dict[str, Array], *others: dict[str, Array], bound: float = 0
             # NaN if exactly one of the two is NaN.
             apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
             z = np.max(apart, initial=0.0) / (bound or _bound(one))
-            if not z <= 1:
+            if np.isnan(z):
+                return f"{name} is NaN in one of them"
+            if z > 1:
                 return f"{name} differs by {z:.2g} times what rounding explains"
     return ""

@@ -17,7 +17,7 @@ from stablenorm.cli.parts import (
     InputError,
     check_outputs,
 )
-from stablenorm.text import printable
+from stablenorm.output import printable
 
 # Modules of this folder, in the order of --help. Each has run() and OPTIONS, which maps an option to its
 # help or to (help, changes of its row in `parts.TABLE`). The module's docstring is the command's help.

@@ -34,9 +34,9 @@ from stablenorm import timing
 from stablenorm.backends import choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
-from stablenorm.text import columns, quantity, shape_text
+from stablenorm.output import columns, quantity, shape_text
+from stablenorm.records import Array
 from stablenorm.threads import get_num_threads, set_num_threads
-from stablenorm.types import Array
 
 # Seconds for all rounds of one candidate: a table of two backends then takes a minute.
 _LIMIT = 2.0

@@ -14,8 +14,8 @@ import numpy as np
 
 from stablenorm.cli.parts import InputError, check_file, check_memory, print_lines, refusing
 from stablenorm.formats import is_supported
-from stablenorm.text import columns, printable, quantity, shape_text
-from stablenorm.types import Array, bfloat16
+from stablenorm.output import columns, printable, quantity, shape_text
+from stablenorm.records import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. The package of that name has no BF16 for NumPy.
 _SAFETENSORS: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": bfloat16}

@@ -8,8 +8,8 @@ import numpy as np
 from stablenorm.cli import parts
 from stablenorm.cli.story import Story
 from stablenorm.figures import as_svg, draw_lines
-from stablenorm.text import printable
-from stablenorm.types import Array
+from stablenorm.output import printable
+from stablenorm.records import Array
 
 
 def make_page(title: str, told: Story) -> bytes:

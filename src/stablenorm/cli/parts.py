@@ -20,7 +20,7 @@ import stablenorm
 from stablenorm import memory
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import plain, printable, to_json, wrapped
+from stablenorm.output import plain, printable, to_json, wrapped
 from stablenorm.timing import ROUNDINGS
 
 # The bundled data: the input of a layer norm of a real model.

@@ -32,8 +32,8 @@ import numpy as np
 from stablenorm.cli import page, parts, story
 from stablenorm.cli.files import Member, choose, list_members, read_eps
 from stablenorm.cli.story import Problem
+from stablenorm.output import columns, filled, printable, shape_text, write_whole
 from stablenorm.testing import digest, digest_inputs, published_digests
-from stablenorm.text import columns, filled, printable, shape_text, write_whole
 
 OPTIONS = {
     "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
@@ -108,8 +108,8 @@ def _read(arguments: argparse.Namespace) -> tuple[Problem, str]:
             raise parts.InputError(msg)
     else:
         members = list_members(path)
-    # Measured: 4.5 times x (x, dy, y, dx, masks), and 1400 bytes of the oracle an element of a row, 32 a row.
-    x = choose(members, path, arguments.member).load(arrays=5, row=40, column=1500)
+    # Measured: 4.5 times x (x, dy, y, dx, masks), and 2000 bytes of integers an element of a row, 32 a row.
+    x = choose(members, path, arguments.member).load(arrays=5, row=40, column=2200)
     shapes = {"gamma": x.shape[-1:], "beta": x.shape[-1:], "dy": x.shape}
     gamma, beta, dy = (
         members[name].load(shape) if name in members else None for name, shape in shapes.items()

@@ -12,14 +12,14 @@ import numpy as np
 
 from stablenorm import timing
 from stablenorm.api import FUNCTIONS
-from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check import check_gradients, check_layer_norm, check_rms_norm
 from stablenorm.cost import count_cost, count_kept
 from stablenorm.formats import count_digits
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+from stablenorm.output import number, quantity
+from stablenorm.records import Array
 from stablenorm.testing.plain import harder_rows, plain_backward, plain_forward
-from stablenorm.text import number, quantity
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array
 
 # By the kind of the norm: forward, backward, oracle, check.
 NORMS: dict[str, Any] = {
@@ -220,10 +220,13 @@ def _check(problem: Problem, results: dict[str, Array]) -> tuple[str, list[str]]
         return "", ["not checked: an output overflows, and nothing can be compared"]
     # Use float64: its finite differences show the smallest errors.
     sample = problem.sample(_CHECK_ELEMENTS)[0][:3]
-    arrays = (None if array is None else array.astype(np.float64) for array in sample)
+    arrays = [None if array is None else array.astype(np.float64) for array in sample]
     forward, backward, _, check = NORMS[problem.kind]
     forward = partial(forward, rounding=problem.rounding)
     report = check(forward, backward, *arrays, problem.eps, rng=0)
+    if report.verdict != "FAIL":
+        forward = partial(forward, eps=problem.eps)
+        report = check_gradients(forward, backward, arrays, names=["x", "gamma", "beta"], rng=0)
     text = (
         f"{report.verdict}: finite differences in float64, on {len(sample[0])} rows, would have seen an "
         f"error of {report.resolution:.0e} of a gradient"

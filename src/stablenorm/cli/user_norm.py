@@ -4,33 +4,47 @@ import contextlib
 import inspect
 import itertools
 import math
+import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from types import MappingProxyType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.check import roles
-from stablenorm.check.operation import FaultError, Missing, arrays_in
-from stablenorm.check.roles import PARAMETERS, Pair, gradient_role, key_of, role_of
+from stablenorm.check.operation import FaultError, Missing, Unknown, arrays_in
+from stablenorm.check.roles import PARAMETERS, RATE, Pair, gradient_role, key_of, role_of
 from stablenorm.cli.parts import InputError
-from stablenorm.types import Array
+from stablenorm.records import Array, Shape
 
 # A class is a layer if it has a method of both lines.
 _METHODS = (
     ("forward", "forward_pass", "fwd", "__call__", "call", "apply"),
     ("backward", "backward_pass", "bwd", "backprop", "grad", "vjp"),
 )
+# By the kind of a norm, and by the way: words of the names of functions.
+_NORMS = {"layer": "layernorm|ln", "rms": "rmsnorm|rms"}
+_ENDS = {"forward": "forward|fwd", "backward": "backward|bwd|grad|vjp|backprop"}
 # The file's __name__: not "__main__", and no other module's name.
 _MODULE = "_checked_by_stablenorm"
+# Data of a file that are no parameters: arrays of more elements, longer lists and dicts.
+_LARGE, _LONG = 2**16, 2**8
 # Names that say nothing about what they hold.
 _CONTAINERS = "params", "parameters", "value", "data", "weights"
 _NOWHERE = Missing("found nowhere: the backward neither returns nor stores it")
+_EARLY = Missing(
+    "gamma or beta is updated before dx is computed, which depends on the learning rate"
+)
+_STEP = Unknown(
+    "the backward changes it by a step that is not rate * gradient (Adam, a decay, a rate of its own): "
+    "store the gradient, or ask for --only x"
+)
+Path_ = tuple[str, ...]
 
 
 class UserFile:
@@ -42,16 +56,17 @@ class UserFile:
         # Undo np.seterr(all="raise") and warnings as errors: the file means its own code only.
         np.seterr(all="ignore")
         warnings.simplefilter("ignore")
+        classes = {name: value for name, value in self.names.items() if inspect.isclass(value)}
         self.layers = {
             name: value
-            for name, value in self.names.items()
-            if inspect.isclass(value)
-            and all(any(callable(getattr(value, n, None)) for n in names) for names in _METHODS)
+            for name, value in classes.items()
+            if all(any(callable(getattr(value, n, None)) for n in names) for names in _METHODS)
         }
-        own = [n for n, v in self.layers.items() if v.__module__ == _MODULE]
+        self._own = [name for name, value in classes.items() if value.__module__ == _MODULE]
+        layers = [name for name in self._own if name in self.layers]
         # Base classes are left out: mostly they are abstract layers.
-        bases = {base for name in own for base in self.layers[name].__mro__[1:]}
-        self.classes = [name for name in own if self.layers[name] not in bases]
+        bases = {base for name in layers for base in self.layers[name].__mro__[1:]}
+        self.classes = [name for name in layers if self.layers[name] not in bases]
 
     def _run(self) -> dict[str, Any]:
         """Run the file alone or, for relative imports, as a module of its folder, of that one's folder, ..."""
@@ -69,14 +84,12 @@ class UserFile:
             except (KeyboardInterrupt, MemoryError):
                 raise
             except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
-                parents = {folder.name for folder in folders}
-                is_relative = isinstance(error, ImportError) and (
-                    "relative import" in str(error) or error.name in parents
-                )
-                if is_relative and depth < 4:
-                    continue
                 fault = FaultError.of(error)
-                if isinstance(error, SystemExit):
+                if isinstance(error, ImportError) and depth < 4:
+                    names = {folder.name for folder in folders}
+                    if "relative import" in str(error) or error.name in names:
+                        continue
+                if isinstance(error, (SystemExit, EOFError)):
                     fault.args = (f"{fault}; put the script part under if __name__ == '__main__':",)
                 raise fault from None
         raise AssertionError
@@ -85,44 +98,28 @@ class UserFile:
         """Return the name and the function: the named one, or a forward or backward of a usual name."""
         callables = [name for name, value in self.names.items() if callable(value)]
         functions = [n for n in callables if n[0] != "_" and not inspect.isclass(self.names[n])]
-        spelled = {key_of(name): name for name in functions}
-        usual = (spelled[key] for key in _usual_names(way, kind) if key in spelled)
-        name = name or next(usual, "")
+        name = name or next(_usual(functions, way, kind), "")
         if name in callables:
             return name, self.names[name]
         there = ", ".join(functions) or "no functions"
         if self.classes:
             there += f", and the classes {', '.join(self.classes)}: choose one with --class"
-        others = [
-            n for n, v in self.names.items() if inspect.isclass(v) and v.__module__ == _MODULE
-        ]
-        if not self.classes and others:
-            there += f", and the class {others[-1]} without forward(x) and backward(dy)"
+        elif self._own:
+            there += f", and the class {self._own[-1]} without forward(x) and backward(dy)"
         wanted = name or f"{kind or 'layer'}_norm_{way}"
         msg = f"{self._name} must have {wanted}, or name one with --{way}; it has {there}"
         raise InputError(msg)
 
 
-def _usual_names(way: str, kind: str | None) -> list[str]:
-    """Return the usual names of a forward or backward of a norm; names that tell the kind come first."""
-    kinds = {"layer": ("layernorm", "ln"), "rms": ("rmsnorm", "rms")}
-    norms = [name for own, names in kinds.items() for name in names if kind in (own, None)]
-    usual = (
-        way,
-        f"{way[0]}wd",
-        "grad" * (way == "backward"),
-        "vjp" * (way == "backward"),
-        "backprop" * (way == "backward"),
-    )
+def _usual(functions: list[str], way: str, kind: str | None) -> Iterator[str]:
+    """Yield functions whose names are usual for one way of a norm; names that tell the kind come first."""
+    ends = _ENDS[way]
+    for norms in [_NORMS[kind]] if kind else _NORMS.values():
+        for form in (f"({norms})({ends})", f"({ends})({norms})"):
+            yield from (name for name in functions if re.fullmatch(form, key_of(name)))
     # A plain `layer_norm` is a forward, mostly; a plain `rms` is seldom one.
-    last = [name for name in norms if "norm" in name] if way == "forward" else []
-    both = [name + end for end in usual if end for name in norms]
-    return [
-        *both,
-        *(end + name for end in usual if end for name in norms),
-        *filter(None, usual[:2]),
-        *last,
-    ]
+    plain = "|forward|fwd|layernorm|rmsnorm" if way == "forward" else "|backward|bwd"
+    yield from (n for word in plain.split("|")[1:] for n in functions if key_of(n) == word)
 
 
 class Norm(NamedTuple):
@@ -134,28 +131,25 @@ class Norm(NamedTuple):
     takes: tuple[str, ...]
     signature: Callable[[], str]
     name: str
-    # The cure to name if it raises: its constructor got a guess.
+    # The cure to name if it raises: its constructor, or a dict that it takes, got a guess.
     cure: str = ""
     # Why not all parameters are judged; empty if they are.
     others: str = ""
-    # Arguments whose role their name does not tell, by role; and the roles of all, by name.
-    unknown: Mapping[str, str] = MappingProxyType({})
-    roles: Any = None
 
 
 def adapt_functions(
-    file: UserFile, forward_name: str | None, backward_name: str | None, kind: str | None
+    file: UserFile, names: tuple[str | None, str | None], kind: str | None, shape: Any, axes: Any
 ) -> Norm:
     """Find both functions in the file and give them the usual form; ValueError if they cannot have it."""
-    name, forward = file.find(forward_name, "forward", kind)
+    name, forward = file.find(names[0], "forward", kind)
     try:
-        _, backward = file.find(backward_name, "backward", kind)
+        _, backward = file.find(names[1], "backward", kind)
     except InputError:
-        if backward_name or file.classes:
+        if names[1] or file.classes:
             raise
         # The forward may return y and a function that pulls dy back.
         backward = _pullback
-    return _of_pair(forward, backward, name)
+    return _of_functions(forward, backward, name, shape, axes)
 
 
 def _pullback(dy: Any, cache: Any) -> Any:
@@ -165,21 +159,75 @@ def _pullback(dy: Any, cache: Any) -> Any:
     return cache(dy)
 
 
-def _of_pair(forward: Any, backward: Any, name: str) -> Norm:
+def _of_functions(forward: Any, backward: Any, name: str, shape: Any, axes: Any) -> Norm:
     call, pull, pair = roles.adapt(forward, backward)
+    settings = [n for n, role in pair.of_forward.items() if role == "settings"]
+    is_inside = settings and "gamma" not in pair.of_forward.values()
+    cure = f"the forward takes {settings[0]}: {roles.WRAP}" if is_inside else ""
+    unknown = {r: n for n, r in pair.of_forward.items() if r in PARAMETERS and not role_of(n)}
+    held = {n: v for n, v in getattr(forward, "__globals__", {}).items() if _is_data(n, v)}
+    subject = _Subject(lambda _: (forward, backward, [None, held]), pair, axes)
+    places = {} if "gamma" in pair.takes else subject.find(shape)[0]
+    if unknown and axes == (-1,):
+        _exchange(pair, unknown, subject.draw(shape))
 
     def signature() -> str:
         pulled = f", {roles.spelled(backward, pair.of_backward)}" * (backward is not _pullback)
-        return roles.spelled(forward, pair.unknown and pair.of_forward) + pulled
+        return roles.spelled(forward, unknown and pair.of_forward) + pulled + _told(places)
 
-    return Norm(
-        call, pull, pair.takes, signature, name, unknown=pair.unknown, roles=pair.of_forward
-    )
+    if places:
+        return subject.norm(signature, name, cure)
+    is_hidden = held and "gamma" not in pair.takes
+    why = "no gamma was found: --only x judges the gradient of x alone" * bool(is_hidden)
+    return Norm(call, pull, pair.takes, signature, name, cure, why)
 
 
-def adapt_class(
-    file: UserFile, name: str, shape: tuple[int, ...], axes: tuple[int, ...], init: str | None
-) -> Norm:
+def _told(places: dict[Path_, str]) -> str:
+    return "".join(f"; {role} is {_spelled(path)}" for path, role in places.items())
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """Tell whether a name of a module holds what may hold a parameter."""
+    no_data = ModuleType, str, int, float, np.number, tuple, type(None)
+    if name[:2] == "__" or callable(value) or isinstance(value, no_data):
+        return False
+    return not isinstance(value, (list, dict)) or len(value) <= _LONG
+
+
+def _exchange(pair: Pair, unknown: dict[str, str], x: Array) -> None:
+    """Exchange the roles of arguments of unknown names if gamma shifts y; FaultError if one does neither."""
+    n = x.shape[-1]
+    given: dict[str, Any] = {"gamma": np.linspace(0.5, 1.5, n), "beta": np.linspace(-1, 1, n)}
+    acts = dict[str, str]()
+    for role, name in unknown.items():
+
+        def y_of(x: Array, by: float, role: str = role) -> Any:
+            return pair.call(given | {"x": x, "eps": 1e-5, role: given[role] + by})[0]
+
+        try:
+            acts[role] = _act(y_of, x)
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises
+            raise FaultError.of(error) from None
+        if acts[role] not in PARAMETERS:
+            msg = f"the forward takes {name}, which neither scales nor shifts y: {roles.WRAP}"
+            raise FaultError(msg)
+    if acts == {"gamma": "beta", "beta": "gamma"}:
+        pair.of_forward.update({unknown["gamma"]: "beta", unknown["beta"]: "gamma"})
+
+
+def _act(y_of: Callable[[Array, float], Any], x: Array) -> str:
+    """Tell whether a step in a parameter scales y, "gamma", shifts it, "beta", does nothing, "none", or what else."""
+    zero, one, two = (np.array(y_of(x.copy(), by)) for by in (0, 1, 2))
+    step, near = one - zero, 1e-4 * np.max(np.abs(one))
+    if not np.max(np.abs(step)) > near:
+        return "none"
+    other = 2 * x + x**2
+    apart = y_of(other.copy(), 1) - np.array(y_of(other.copy(), 0)) - step
+    is_linear = np.max(np.abs(two - one - step)) <= near
+    return ("gamma", "beta")[int(np.max(np.abs(apart)) <= near)] if is_linear else ""
+
+
+def adapt_class(file: UserFile, name: str, shape: Any, axes: Any, init: str | None) -> Norm:
     """Give a class of the file, tried on an x of this shape, the form that the check takes."""
     if name not in file.layers:
         classes = ", ".join(file.classes) or "none"
@@ -189,173 +237,219 @@ def adapt_class(
     methods = [next(m for m in names if m in dir(class_)) for names in _METHODS]
     if isinstance(inspect.getattr_static(class_, methods[0]), (staticmethod, classmethod)):
         forward, backward = (getattr(class_, method) for method in methods)
-        return _of_pair(forward, backward, name)
+        return _of_functions(forward, backward, name, shape, axes)
     make, cure = _maker(file, class_, init)
-    first = list[Any]()
+    held = {n: v for n, v in file.names.items() if _is_data(n, v)}
 
-    def prepared(x: Array, values: dict[Any, Array]) -> tuple[Any, Pair]:
-        """Return a new instance with these values in its parameters, and its methods."""
-        lengths = tuple(x.shape[axis] for axis in axes)
+    def made(lengths: Shape) -> Any:
         instance = make(lengths)
-        for attribute, value in getattr(instance, "__dict__", {}).copy().items():
-            # A learning rate of its own: a power of two, so that its step loses no digit.
-            if isinstance(value, float) and role_of(attribute, ("gamma", "rate")) == "rate":
-                setattr(instance, attribute, roles.RATE)
-        bound = [getattr(instance, method) for method in methods]
-        if not first:
-            # The same for all instances: to find them takes longer than most forwards.
-            first.append((Pair.of(*bound), [inspect.signature(method) for method in bound]))
-        pair, signatures = first[0]
-        calls = map(roles.by_name, bound, signatures)
-        pair = pair._replace(forward=next(calls), backward=next(calls))
-        there = dict(arrays_in(instance))
+        return *(getattr(instance, method) for method in methods), [instance, held]
+
+    subject = _Subject(made, None, axes)
+    places, others = subject.find(shape)
+    form = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
+    signature = f"{form}.{methods[0]}(x), .{methods[1]}(dy)" + _told(places)
+    norm = subject.norm(lambda: signature, name, cure)
+    why = f"y depends on {', '.join(others)} too, which is no gamma and no beta" * bool(others)
+    if "gamma" not in norm.takes:
+        missing = " and no ".join(role for role in PARAMETERS if role not in norm.takes)
+        why = f"no {missing} was found in {name}: --only x judges the gradient of x alone"
+    return norm._replace(others=why)
+
+
+def _spelled(path: Path_) -> str:
+    # Without the places in what is searched.
+    return ".".join(path).removeprefix("0.").removeprefix("1.")
+
+
+class _Subject:
+    """
+    A norm whose parameters are held by something: an object, or the module of functions.
+
+    `make` returns the forward, the backward and the holder for these lengths of the normalized axes.
+    """
+
+    def __init__(self, make: Callable[[Shape], Any], pair: Pair | None, axes: Any):
+        self._make, self._pair, self._axes = make, pair, axes
+        # Paths to the parameters, their roles, and paths to their gradients by role.
+        self.places: dict[Path_, str] = {}
+        self._stored: dict[str, Path_] | None = None
+
+    def draw(self, shape: Shape) -> Array:
+        """Draw an x like this with more rows than one, of another number than columns, which tell gamma from beta."""
+        own = {axis % len(shape) for axis in self._axes}
+        n = math.prod(shape[axis] for axis in own)
+        longer = [m if k in own else max(m, 2 + k + (n == 2 + k)) for k, m in enumerate(shape)]
+        return np.random.default_rng(0).standard_normal(longer)
+
+    def _prepared(
+        self, x: Array, values: dict[Path_, Array], rate: float = RATE
+    ) -> tuple[Pair, Any]:
+        """Return the functions, with these values in the parameters, and the holder."""
+        forward, backward, held = self._make(tuple(x.shape[axis] for axis in self._axes))
+        for name, value in getattr(held[0], "__dict__", {}).copy().items():
+            # A learning rate of its own.
+            if isinstance(value, float) and role_of(name, ("gamma", "rate")) == "rate":
+                setattr(held[0], name, rate)
+        # The same for all instances: to find them takes longer than most forwards.
+        self._pair = pair = (self._pair or Pair.of(forward, backward))._replace(
+            forward=forward, backward=backward
+        )
+        there = dict(arrays_in(held))
         if not values.keys() <= there.keys():
             # The first forward makes the parameters.
             pair.call({"x": x.copy(), "eps": 1e-5})
-            there = dict(arrays_in(instance))
+            there = dict(arrays_in(held))
         for path, value in values.items():
             place = there.get(path, np.zeros(0))
             if place.size != value.size:
                 msg = f"{_spelled(path)} must have {value.size} elements, got {place.size}"
                 raise FaultError(msg)
             np.copyto(place, value.reshape(place.shape), casting="unsafe")
-        return instance, pair
+        return pair, held
 
-    places, others = _parameters(prepared, shape, axes)
-    _, pair = prepared(np.zeros(shape), {})
-    takes = tuple(role for role in PARAMETERS if role in {*places.values(), *pair.takes})
+    def find(self, shape: Shape) -> tuple[dict[Path_, str], list[str]]:
+        """Find the arrays that scale y, gamma, or shift it, beta; return them, and what else changes y."""
+        x = self.draw(shape)
+        n = math.prod(shape[axis] for axis in self._axes)
+        given = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
+        pair, held = self._prepared(x, {})
+        arrays = dict(arrays_in(held))
+        if not any(a.size == n for a in arrays.values()):
+            # The first forward may make them.
+            with contextlib.suppress(Exception):
+                pair.call(given | {"x": x.copy()})
+            arrays = dict(arrays_in(held))
+        # One path to each array that may be a parameter.
+        kept = {
+            path: a.copy()
+            for path, a in arrays.items()
+            if 1 < a.size <= _LARGE and a.dtype.kind == "f" and a.flags.writeable
+        }
+        paths = {id(arrays[path]): path for path in reversed(kept)}
+        rng, acts = np.random.default_rng(1), dict[Path_, str]()
+        values = {path: rng.uniform(0.5, 1.5, kept[path].size) for path in paths.values()}
+        for path in paths.values():
 
-    stored = list[dict[str, Any]]()
+            def y_of(x: Array, by: float, path: Path_ = path) -> Any:
+                pair, _ = self._prepared(x, values | {path: values[path] + by})
+                return pair.call(given | {"x": x})[0]
 
-    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Callable[[Array], Any]]:
-        """Return y and its backward."""
-        values = {"gamma": gamma, "beta": beta}
-        own = {path: values[role] for path, role in places.items() if values.get(role) is not None}
-        instance, pair = prepared(x, own)
-        y, saved = pair.call({"x": x, "eps": eps, **values})
+            with contextlib.suppress(Exception):
+                if (act := _act(y_of, x)) != "none":
+                    acts[path] = act if kept[path].size == n else ""
+        # What is no parameter gets its values back: data of the module.
+        for path, a in kept.items():
+            np.copyto(arrays[path], a)
+        # A name decides between two arrays with one role.
+        order = sorted(acts, key=lambda path: not any(role_of(part) == acts[path] for part in path))
+        chosen = {acts[path]: path for path in reversed(order) if acts[path]}
+        named = [role_of(chosen[role][-1], PARAMETERS) for role in PARAMETERS if role in chosen]
+        if named == [*PARAMETERS[::-1]]:
+            # Both names say the opposite of what they do: the mistake is in the forward.
+            chosen = dict(zip(chosen, reversed(chosen.values()), strict=True))
+        self.places = {path: role for role, path in chosen.items()}
+        return self.places, [_spelled(path) for path in acts if path not in self.places]
 
-        def pull(dy: Array) -> list[Any]:
-            before = {path: (a, a.copy()) for path, a in arrays_in(instance)}
-            returned = pair.pull(dy, saved)
-            # A single array, or a list of one, is dx, and the others are stored.
-            single = returned[0] if isinstance(returned, list) and len(returned) == 1 else returned
-            gradients = roles.gradients_by_role(single, takes)
+    def _run(self, inputs: Any, rate: float = RATE) -> tuple[Any, Callable[[Array], Any]]:
+        """Return y of (x, gamma, beta, eps), and the backward: gradients and steps by role, what was returned."""
+        named = dict(zip(("x", *PARAMETERS, "eps"), inputs, strict=True))
+        own = {p: named[role] for p, role in self.places.items() if named[role] is not None}
+        pair, held = self._prepared(named["x"], own, rate)
+        y, saved = pair.call(named)
+
+        def pull(dy: Array) -> tuple[dict[str, Any], dict[str, Any], Any]:
+            before = {path: (a, a.copy()) for path, a in arrays_in(held)}
+            returned = pair.pull(dy, saved, rate)
+            there = dict(arrays_in(held))
             # The first backward shows where they are: later ones may be 0, as if not stored.
-            if not stored:
-                stored.append(_stored_gradients(instance, before, places, dy, axes))
-            there = dict(arrays_in(instance))
-            found = {role: there[path] for role, path in stored[0].items() if path in there}
-            for path, role in places.items():
-                # A learning rate was applied, in place or not.
-                if role not in stored[0] and not np.array_equal(there[path], before[path][1]):
-                    found[role] = (before[path][1] - there[path]) / roles.RATE
-            gradients = found | {role: g for role, g in gradients.items() if g is not None}
-            for role in places.values():
-                gradients.setdefault(role, _NOWHERE)
-                own, given = gradients[role], np.shape(values[role])
-                shapes = [np.shape(before[p][0]) for p, r in places.items() if r == role]
-                if np.shape(own) in shapes and np.size(own) == np.size(values[role]):
-                    gradients[role] = np.reshape(own, given)
-            return roles.in_order(gradients, takes, returned)
+            if self._stored is None:
+                self._stored = _stored_gradients(there, before, self.places, dy, self._axes)
+            gradients: dict[str, Any] = {
+                role: there[path] for role, path in self._stored.items() if path in there
+            }
+            by_role = roles.gradients_by_role(returned, self.takes)
+            gradients |= {role: g for role, g in by_role.items() if g is not None}
+            steps = dict[str, Any]()
+            for path, role in self.places.items():
+                old, new, given = before[path][1], there[path], named[role]
+                if role not in gradients and not np.array_equal(old, new):
+                    gradients[role] = steps[role] = (old - new) / rate
+                gradient = gradients.setdefault(role, _NOWHERE)
+                if np.shape(gradient) == old.shape and old.size == np.size(given):
+                    gradients[role] = np.reshape(gradient, np.shape(given))
+            return gradients, steps, returned
 
         return y, pull
 
-    # Every call makes a new instance, and a backward runs the forward again. So a cache can be used
-    # twice, no gradient adds to another, and no instance is copied, which might fail.
-    forward = lambda *inputs: (run(*inputs)[0], deepcopy(inputs))
-    backward = lambda dy, cache: run(*deepcopy(cache))[1](dy)
-    told = "; ".join(f"{role} is {_spelled(path)}" for path, role in places.items())
-    made = init or f"{name}({'n' if len(axes) == 1 else 'shape'})"
-    signature = f"{made}.{methods[0]}(x), .{methods[1]}(dy)" + f"; {told}" * bool(told)
-    why = f"y depends on {', '.join(others)} too, which is no gamma and no beta" * bool(others)
-    if "gamma" not in takes:
-        missing = " and no ".join(role for role in PARAMETERS if role not in takes)
-        why = f"no {missing} was found in {name}: --only x judges the gradient of x alone"
-    return Norm(forward, backward, takes, lambda: signature, name, cure, why)
+    def _pull(self, dy: Array, inputs: Any) -> list[Any]:
+        """Run forward and backward; a gradient that is only applied is believed if the step is rate * gradient."""
+        gradients, steps, returned = self._run(deepcopy(inputs))[1](dy.copy())
+        if steps:
+            faster, faster_steps, _ = self._run(deepcopy(inputs), 2 * RATE)[1](dy.copy())
+            _, twice, _ = self._run(deepcopy(inputs))[1](2 * dy)
+            for role, step in steps.items():
+                apart = faster_steps.get(role, 0) - step, twice.get(role, 0) / 2 - step
+                if np.max(np.abs(apart)) > 1e-4 * np.max(np.abs(step)):
+                    gradients[role] = _STEP
+            if not np.array_equal(faster["x"], gradients["x"]):
+                gradients["x"] = _EARLY
+        return roles.in_order(gradients, self.takes, returned)
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Which of gamma and beta there are."""
+        there = {*self.places.values(), *(self._pair.takes if self._pair else ())}
+        return tuple(role for role in PARAMETERS if role in there)
 
-def _spelled(path: tuple[str, ...]) -> str:
-    return ".".join(path)
+    def norm(self, signature: Callable[[], str], name: str, cure: str) -> Norm:
+        """
+        Return the norm.
 
-
-def _parameters(
-    prepared: Callable[..., Any], shape: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[dict[tuple[str, ...], str], list[str]]:
-    """Find the arrays that scale y, gamma, or shift it, beta: paths to them, their roles; and what else changes y."""
-    # Several rows, of another number than columns, tell gamma from beta, and parameters from values of rows.
-    n, own_axes = math.prod(shape[axis] for axis in axes), {axis % len(shape) for axis in axes}
-    longer = [m if k in own_axes else max(m, 2 + k + (n == 2 + k)) for k, m in enumerate(shape)]
-    x = np.random.default_rng(0).standard_normal(longer)
-    instance, pair = prepared(x, {})
-    arrays = dict(arrays_in(instance))
-    if not any(a.size == n for a in arrays.values()):
-        # The first forward may make them.
-        with contextlib.suppress(Exception):
-            pair.call({"x": x.copy(), "eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)})
-        arrays = dict(arrays_in(instance))
-    # One path to each array; x itself is none.
-    paths = {
-        id(a): path for path, a in reversed(arrays.items()) if a.size > 1 and a.dtype.kind == "f"
-    }
-    rng, own = np.random.default_rng(1), {}
-    given = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
-    values = {path: rng.uniform(0.5, 1.5, arrays[path].size) for path in paths.values()}
-
-    def y_of(x: Array, path: Any, by: float) -> Array:
-        moved = values | {path: values[path] + by}
-        _, pair = prepared(x, moved)
-        return np.array(pair.call({"x": x.copy(), **given})[0])
-
-    for path in paths.values():
-        with contextlib.suppress(Exception):
-            zero, one, two = (y_of(x, path, by) for by in (0, 1, 2))
-            other = y_of(2 * x + x**2, path, 1) - y_of(2 * x + x**2, path, 0)
-            step, size = one - zero, 1e-4 * np.max(np.abs(one))
-            if np.max(np.abs(step)) > size:
-                is_parameter = np.max(np.abs(two - one - step)) <= size and arrays[path].size == n
-                is_shift = np.max(np.abs(step - other)) <= size
-                own[path] = "" if not is_parameter else "beta" if is_shift else "gamma"
-    # A name decides between two arrays with one role.
-    order = sorted(own, key=lambda path: not any(role_of(part) == own[path] for part in path))
-    chosen = {own[p]: p for p in reversed(order)}
-    left = [_spelled(path) for path in own if not own[path] or path not in chosen.values()]
-    return {path: role for role, path in chosen.items() if role}, left
+        Every call makes a new instance, and a backward runs the forward again. So a cache can be used
+        twice, no gradient adds to another, and no instance is copied, which might fail.
+        """
+        forward = lambda *inputs: (self._run(inputs)[0], deepcopy(inputs))
+        return Norm(forward, self._pull, self.takes, signature, name, cure)
 
 
 def _stored_gradients(
-    instance: Any, before: dict[Any, Any], places: dict[Any, str], dy: Array, axes: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return by role the paths to the gradients that a backward left in an object."""
+    there: dict[Path_, Array],
+    before: dict[Path_, Any],
+    places: dict[Path_, str],
+    dy: Array,
+    axes: Any,
+) -> dict[str, Path_]:
+    """Return by role the paths to the gradients that a backward left in the holder."""
     owned = {id(before[path][0]) for path in places}
     new = {
         path: a
-        for path, a in arrays_in(instance)
+        for path, a in there.items()
         if id(a) not in owned and path not in places and a.dtype.kind == "f"
         and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
     }  # fmt: skip
-    found = dict[str, Any]()
-    parents = [path[:-1] for path in places]
+    found, parents = dict[str, Path_](), [path[:-1] for path in places]
+    # Where the parameters change, other arrays may be moments of an optimizer.
+    if any(not np.array_equal(there[path], before[path][1]) for path in places):
+        new = {path: a for path, a in new.items() if gradient_role(path[-1])}
     for path, role in places.items():
-        size = before[path][0].size
         # Words of its own name; those of one letter are in every other word.
         names = [k for part in path if len(k := key_of(part)) > 1 and k not in _CONTAINERS]
 
-        def score(
-            other: tuple[str, ...], path: Any = path, role: Any = role, names: Any = names
-        ) -> int:
+        def score(other: Path_, path: Any = path, role: Any = role, names: Any = names) -> int:
             last, whole = key_of(other[-1]), key_of("".join(other))
-            is_listed = last == key_of(path[-1]) and len(other) > 1
-            is_beside = len(path) > 1 and other[:-1] == path[:-1] and parents.count(path[:-1]) == 1
-            is_named = gradient_role(last) == role or role_of(last, PARAMETERS) == role
+            is_listed = last == key_of(path[-1]) and len(other) > 2
+            is_beside = other[:-1] == path[:-1] and len(path) > 2 and parents.count(path[:-1]) == 1
+            is_named = role in (gradient_role(last), role_of(last, PARAMETERS))
             return 2 * (is_listed or is_beside or is_named) + any(name in whole for name in names)
 
         # An array of the right size is preferred.
-        own = sorted(
-            new, key=lambda other: (score(other) > 0, new[other].size == size, score(other))
-        )
-        if own and score(own[-1]):
-            found[role] = own[-1]
-            del new[own[-1]]
+        rank = lambda other, path=path, score=score: (
+            score(other) > 0, new[other].size == before[path][0].size, score(other)
+        )  # fmt: skip
+        if new and score(best := max(new, key=rank)):
+            found[role] = best
+            del new[best]
     left = [role for role in PARAMETERS if role in places.values() and role not in found]
     sizes = {before[path][0].size for path in places}
     rest = [path for path, a in new.items() if a.size in sizes]
@@ -367,65 +461,44 @@ def _stored_gradients(
     return found
 
 
-def _maker(
-    file: UserFile, class_: Any, init: str | None
-) -> tuple[Callable[[tuple[int, ...]], Any], str]:
+def _maker(file: UserFile, class_: Any, init: str | None) -> tuple[Callable[[Shape], Any], str]:
     """Return the function that makes an instance for these lengths, and words if it had to guess."""
     if init:
         names = file.names | {"np": np}
         return lambda lengths: eval(init, names | {"n": math.prod(lengths)}), ""
-    asked = roles.parameters(class_)
-    required = [name for name, needed in asked.items() if needed]
-    generator = np.random.default_rng(0)
-    known: dict[str, Any] = {
-        "eps": 1e-5,
-        "axis": -1,
-        "train": True,
-        "others": generator,
-        "beta": 0,
-        "gamma": 1,
-    }
-
-    def role(name: str) -> str:
-        return role_of(name, ("eps", "gamma", "beta", "train", "others")) or name
-
-    # The first that is not known is the length of a row; for others, guesses are tried.
-    unknown = [name for name in required if role(name) not in known]
+    # Role and whether it is required. The first of no known role is the length of a row.
+    known = "eps", "axis", *PARAMETERS, "train", "others"
+    asked = {n: (role_of(n, known), needed) for n, needed in roles.parameters(class_).items()}
+    unknown = [name for name, (role, needed) in asked.items() if needed and not role]
     cure = ", ".join(["n", *(f"{name}=None" for name in unknown[1:])])
     cure = f'say how it is made: --init "{class_.__name__}({cure})"'
     if others := ", ".join(unknown[1:]):
         cure = f"{class_.__name__} also requires {others}; {cure}"
-    works = list[int]()
 
-    def make(lengths: tuple[int, ...]) -> Any:
-        n, failures = math.prod(lengths), list[str]()
-        values = known | {"gamma": np.ones(n), "beta": np.zeros(n)}
-        # With a default they are left: bias=True is a switch.
-        options = {
-            a: values[role(a)]
-            for a, needed in asked.items()
-            if role(a) in values and (needed or role(a) in ("eps", "axis"))
-        }
-        firsts = [lengths, n] if len(lengths) > 1 else [n, lengths]
-        rests = itertools.product((1e-5, generator, n), repeat=max(len(unknown) - 1, 0))
-        # Nothing is required, or *args.
-        ways: list[tuple[dict[str, Any], Any]] = [({}, (n,)), ({}, (lengths,)), ({}, ())]
-        if unknown:
-            guesses = itertools.product(firsts, rests)
-            ways[:0] = [(dict(zip(unknown, (f, *rest), strict=True)), ()) for f, rest in guesses]
+    def make(lengths: Shape) -> Any:
+        n, failures, generator = math.prod(lengths), list[str](), np.random.default_rng(0)
         # A required bias may be a switch.
-        switched = {a: True if role(a) in PARAMETERS else value for a, value in options.items()}
-        for k, ((named, listed), own) in enumerate(itertools.product(ways, (options, switched))):
-            if works and k != works[0]:
-                continue
+        values: dict[str, list[Any]] = {
+            "eps": [1e-5], "axis": [-1], "train": [True], "others": [generator],
+            "gamma": [np.ones(n), True], "beta": [np.zeros(n), True],
+            "": [*[lengths] * (len(lengths) > 1), n, lengths, 1e-5, generator],
+        }  # fmt: skip
+        # With a default they are left: bias=True is a switch.
+        guesses = {
+            name: values[role]
+            for name, (role, needed) in asked.items()
+            if needed or role in ("eps", "axis")
+        }
+        # Nothing is required, or *args.
+        firsts = [()] if unknown else [(n,), (lengths,), ()]
+        for own, first in itertools.product(itertools.product(*guesses.values()), firsts):
             try:
-                instance = class_(*listed, **named, **own)
+                instance = class_(*first, **dict(zip(guesses, own, strict=True)))
             except Exception as error:  # noqa: BLE001 - whatever a constructor raises
                 failures.append(str(FaultError.of(error)))
                 continue
             gammas = [a.size for path, a in arrays_in(instance) if role_of(path[-1]) == "gamma"]
             if not gammas or n in gammas:
-                works[:] = [k]
                 return instance
             failures.append(f"its gamma does not have {n} elements")
         msg = f"{class_.__name__} cannot be made from the length of a row: {failures[0]}; {cure}"

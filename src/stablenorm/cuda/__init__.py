@@ -23,7 +23,7 @@ from stablenorm.cuda.arrays import (
 )
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack
-from stablenorm.types import Statistics
+from stablenorm.records import Statistics
 
 __all__ = [
     "check_usable", "contiguous", "convert", "empty_like", "overlap", "rows", "same_elements", "target",

@@ -10,12 +10,12 @@ from stablenorm import arrays as host
 from stablenorm.arrays import check_distinct, check_target, mixed, on_cuda_device
 from stablenorm.cuda.driver import held, import_cupy
 from stablenorm.formats import check_dtype
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 
-def rows(array: Any, layout: Any, read: bool = True, _: Any = None) -> tuple[Any, bool]:
+def rows(array: Any, layout: Any, read: bool = True, _: Any = None) -> Any:
     """
-    Return an array as rows a whole number of elements apart, and whether they are a view of it.
+    Return an array as rows a whole number of elements apart, a view if its strides allow it.
 
     Else they are a copy or, unless `read`, new rows for results. A kernel may write over its input.
     """
@@ -26,13 +26,13 @@ def rows(array: Any, layout: Any, read: bool = True, _: Any = None) -> tuple[Any
         view.shape = layout.shape
         between, within = view.strides
         if (layout.shape[1] == 1 or within == view.itemsize) and between % view.itemsize == 0:
-            return view, True
+            return view
     cupy = import_cupy()
     with array.device:
         made = held(cupy, cupy.empty(layout.shape, array.dtype))
     if read:
         made.reshape(layout.lengths)[...] = moved
-    return made, False
+    return made
 
 
 def contiguous(array: Any) -> Any:

@@ -19,9 +19,10 @@ from numpy.typing import ArrayLike, DTypeLike
 from stablenorm.arrays import as_rows, convert, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.formats import check_dtype, format_of, parse
-from stablenorm.text import columns, plain, shape_text, to_json, wrapped
+from stablenorm.output import columns, plain, shape_text, to_json, wrapped
+from stablenorm.records import Array
+from stablenorm.scalars import check_count, check_eps
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, check_count, check_eps
 
 __all__ = ["Diagnosis", "PerRow", "Row", "diagnose"]
 

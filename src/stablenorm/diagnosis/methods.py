@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import BFLOAT16, format_of
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 
 class PerRow(NamedTuple):

@@ -1,35 +1,22 @@
 """The checks of arguments, each once, and the table of features that cannot be combined."""
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 
 from stablenorm.arrays import (
     is_lazy_cache,
+    normalize_axes,
     normalized_shape,
     refuse_others,
     show_axes,
-    shown_axis,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
-from stablenorm.functional.layout import Layout, Lead
-from stablenorm.types import (
-    NAMES,
-    Array,
-    Cache,
-    Gradients,
-    Norm,
-    Shape,
-    check_eps,
-    check_record,
-    new_norm,
-    real,
-)  # fmt: skip
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Shape, check_record, new_norm
+from stablenorm.scalars import check_eps, real
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__
@@ -154,32 +141,26 @@ def checked_cache(cache: Any, dy: Any, kind: str, operation: str = "backward") -
     return cache
 
 
-def check_sum_axes(sum_axes: Any, cache: Cache, layout: Layout) -> tuple[Lead | None, Shape]:
-    """Return the lead of the sums, None by default, and the shape of dgamma and dbeta."""
-    x, axes = cache.x, cache.axis
-    if sum_axes is None:
-        return None, ()
-    try:
-        asked = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
-        summed = normalize_axis_tuple(asked, x.ndim)
-    except TypeError:
-        msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
-        raise TypeError(msg) from None
-    except (ValueError, OverflowError):
-        summed = axes
-    if set(summed) & set(axes):
+def summed(sum_axes: Any, cache: Cache) -> tuple[Norm, Shape]:
+    """Return the norm of a cache with a gamma and a beta for each sum over `sum_axes`, and the shape of the sums."""
+    x, axes, norm = cache.x, cache.axis, cache.norm
+    over = () if sum_axes == () else normalize_axes(sum_axes, x.ndim, "sum_axes")
+    if set(over) & set(axes):
         msg = (
-            f"sum_axes must name axes of x, which has {x.ndim} dimensions, each once, but not what "
-            f"is normalized, axis {show_axes(axes)}; got {shown_axis(sum_axes)}"
+            f"sum_axes must name axes of x, but not what is normalized, axis {show_axes(axes)}; "
+            f"got {sum_axes}"
         )
         raise ValueError(msg)
-    others = layout.order[: len(layout.leading)]
-    lead = tuple(1 if axis in summed else x.shape[axis] for axis in others)
-    for name, parameter in (("gamma", cache.norm.gamma), ("beta", cache.norm.beta)):
-        if not fits(layout.lead_of(parameter), lead):
+    order = [axis for axis in range(x.ndim) if axis not in axes] + list(axes)
+    lengths = tuple([1 if axis in over else x.shape[axis] for axis in order])
+    pair = []
+    for name, parameter in (("gamma", norm.gamma), ("beta", norm.beta)):
+        if parameter is not None and not fits(parameter.shape, lengths):
             msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
             raise ValueError(msg)
-    return lead, tuple(x.shape[axis] for axis in layout.order if axis not in summed)
+        pair.append(parameter if parameter is None else np.broadcast_to(parameter, lengths))
+    shape = tuple([x.shape[axis] for axis in order if axis not in over])
+    return norm._replace(gamma=pair[0], beta=pair[1]), shape
 
 
 def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
@@ -197,7 +178,7 @@ def check_where(where: Any, shape: Shape, axes: Shape, rounding: str) -> Array:
     every = np.logical_and.reduce(mask, axes, keepdims=True)
     is_whole = bool(np.logical_and.reduce(counts == every, None))
     if not is_whole and rounding == "nearest":
-        check_combinations(("where that varies inside a row", NEAREST))
+        check_combinations({"where that varies inside a row": True, NEAREST: True})
     lengths = list(shape)
     for axis in axes if is_whole else ():
         lengths[axis] = 1
@@ -267,7 +248,7 @@ def checked_gradients(
         if accumulate and name != "out.dx" and like is not None and array is None:
             msg = f"{name} must be the array to add to with accumulate=True, got None"
             raise ValueError(msg)
-    return Gradients._make(results_in(arrays, outs, likes, inputs, over="dy"))
+    return _new(Gradients, results_in(arrays, outs, likes, inputs, over="dy"))
 
 
 CUDA, DASK = "arrays on a CUDA device", "a Dask array"
@@ -292,30 +273,28 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 )  # fmt: skip
 
 
-def check_features(norm: Norm, axes: Shape, backend: str, *more: str, **keywords: Any) -> None:
-    """Raise if what a norm on the arrays of a backend has cannot be combined with these features and given keywords."""
-    features = [*more]
-    if backend == "cuda":
-        features += [CUDA, *["RMS norm"] * (norm.kind == "rms")]
-        features += ["gamma_offset"] * bool(norm.gamma_offset)
-    if norm.rounding == "nearest":
-        features.append(NEAREST)
-    for parameter in (norm.gamma, norm.beta):
-        if parameter is not None and parameter.ndim > len(axes):
-            features.append(LEADING)
-    if features:
-        check_combinations(features, **keywords)
+def check_features(norm: Norm, axes: Shape, backend: str, **given: Any) -> None:
+    """Raise if what a norm on the arrays of a backend has cannot be combined with given keywords."""
+    gamma, beta = norm.gamma, norm.beta
+    features = {
+        CUDA: backend == "cuda",
+        "RMS norm": norm.kind == "rms",
+        "gamma_offset": norm.gamma_offset != 0,
+        NEAREST: norm.rounding == "nearest",
+        LEADING: max(getattr(gamma, "ndim", 0), getattr(beta, "ndim", 0)) > len(axes),
+    }
+    check_combinations(features | given)
 
 
-def check_combinations(features: Iterable[str], **keywords: Any) -> None:
-    """Raise ValueError if two of these features and given keywords are in the table together."""
-    present = set(features)
-    for name, value in keywords.items():
-        # `is not`, since `!=` of an array is an array.
+def check_combinations(features: dict[str, Any]) -> None:
+    """Raise ValueError if two of the features that are there, not None nor False, are in the table together."""
+    # `is not`, since `!=` of an array is an array.
+    present = set()
+    for name, value in features.items():
         if value is not None and value is not False:
             present.add(name)
     for refused, other, reason, cure in REFUSED:
-        for feature in refused:
-            if other in present and feature in present:
+        for feature in refused if other in present else ():
+            if feature in present:
                 msg = f"{feature} cannot be combined with {other}: {reason}; {cure}"
                 raise ValueError(msg)

@@ -14,75 +14,67 @@ J, the Jacobian of xhat, is the backward without gamma:
 True
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.arrays import convert, empty_like, is_lazy_cache, rows
-from stablenorm.call import Backward, Forward
 from stablenorm.control import with_default_control
-from stablenorm.functional import checks, keywords
+from stablenorm.functional import checks
 from stablenorm.functional.layout import layout_of
-from stablenorm.reference.equations import blocks, round_to, sum_rows
-from stablenorm.types import NAMES, Array, Cache, Norm
+from stablenorm.functional.operations import backward, forward
+from stablenorm.records import NAMES, Array, Cache, Norm
+from stablenorm.reference.equations import blocks, round_to, sum_rows, widened
 
 
 class _Rows(NamedTuple):
-    """Some rows of a cache in float64, and functions of rows."""
+    """Some rows of a cache in float64, and functions of rows: J, and the mean over the elements that count."""
 
     xhat: Array
     rstd: Array
     jacobian: Callable[[Array], Array]
-    # Float64, with 0 for elements that do not count; and the mean of each row over the others.
-    only: Callable[[Array], Array]
     mean: Callable[[Array], Array]
 
 
 def _rows_of(cache: Cache, x: Array, mask: Array | None) -> _Rows:
     """Return some rows of a cache, by a plain forward in float64."""
-    norm, backend = Norm(eps=cache.norm.eps, kind=cache.norm.kind), cache.backend
-    layout, x, xhat = layout_of(x.shape, (1,)), x.astype(np.float64), np.empty(x.shape)
-    statistics = keywords.forward(backend, Forward(x, norm, xhat), layout, mask)
+    norm = Norm(eps=cache.norm.eps, kind=cache.norm.kind)
+    xhat, of_rows = forward(x.astype(np.float64), norm, -1, None, cache.backend, True, None, mask)
     counts: Any = x.shape[1]
     if mask is not None:
         counts = np.maximum((mask & np.ones(x.shape, bool)).sum(axis=1, keepdims=True), 1)
 
-    def jacobian(v: Array) -> Array:
-        dx: Array = np.empty(x.shape)
-        keywords.backward(backend, Backward(v, x, norm, statistics, dx), layout, mask)
-        return dx
+    def jacobian(v: Array) -> Any:
+        return backward(v, of_rows, norm.kind, ("x",), None, None, None, False).dx
 
-    def only(v: Array) -> Array:
-        v = v.astype(np.float64)
-        return v if mask is None else np.where(mask, v, 0.0)
+    def mean(v: Array) -> Any:
+        return np.add.reduce(v, axis=1, keepdims=True) / counts
 
-    def mean(v: Array) -> Array:
-        return np.add.reduce(v, axis=1, keepdims=True) / counts  # type: ignore[no-any-return]
-
-    return _Rows(xhat, statistics.rstd[:, None], jacobian, only, mean)
+    return _Rows(xhat, of_rows.rstd, jacobian, mean)
 
 
-def _vector(value: Array | None, default: float = 0.0) -> Any:
-    """Return gamma, beta or a tangent of them in float64; None as the default."""
-    return default if value is None else value.reshape(-1).astype(np.float64)
+def _only(v: Array, counts: Array | None) -> Array:
+    """Return `v` in float64, with 0 for elements that do not count."""
+    v = v.astype(np.float64)
+    return v if counts is None else np.where(counts, v, 0.0)
 
 
-def _by_blocks(cache: Cache, inputs: list[Array], count: int, function: Any) -> list[Array]:
+def _by_blocks(cache: Cache, inputs: Sequence[Array], count: int, function: Any) -> list[Array]:
     """Return `count` arrays like x, made of rows of inputs like x, block by block, and rounded once."""
     layout = layout_of(cache.x.shape, cache.axis)
-    whole, mask = rows(cache.x, layout)[0], layout.mask(cache.where)
-    read = [rows(array, layout)[0] for array in inputs]
+    mask = layout.mask(cache.where)
     results = [empty_like(cache.x) for _ in range(count)]
+    x, *read = (rows(array, layout) for array in (cache.x, *inputs))
     made = [rows(result, layout, False) for result in results]
     for block in blocks(layout.shape):
-        of = _rows_of(cache, whole[block], None if mask is None else mask[block])
-        values = function(of, *(of.only(array[block]) for array in read))
-        for (target, _), value in zip(made, values, strict=True):
-            target[block] = round_to(of.only(value), target.dtype)
-    for (target, is_view), result in zip(made, results, strict=True):
-        if not is_view:
-            result.transpose(layout.order)[...] = target.reshape(layout.lengths)
+        counts = None if mask is None else mask[block]
+        of = _rows_of(cache, x[block], counts)
+        values = function(of, *(_only(array[block], counts) for array in read))
+        for target, value in zip(made, values, strict=True):
+            target[block] = round_to(_only(value, counts), target.dtype)
+    for target, result in zip(made, results, strict=True):
+        layout.put_back(target, result)
     return results
 
 
@@ -91,8 +83,8 @@ def jvp(kind: str, tx: Any, cache: Cache, tgamma: Any, tbeta: Any) -> Array:
     """Return ty."""
     of_parameters = {"tgamma": tgamma, "tbeta": tbeta}
     cache, tx, *others = _checked("jvp", kind, cache, {"tx": tx}, of_parameters)
-    gamma = _vector(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
-    tgamma, tbeta = map(_vector, others)
+    gamma = widened(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
+    tgamma, tbeta = (widened(tangent, 0.0) for tangent in others)
 
     def push(of: _Rows, tx: Array) -> tuple[Array]:
         return (gamma * of.jacobian(tx) + tgamma * of.xhat + tbeta,)
@@ -106,10 +98,9 @@ def double_backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return ddy, dx and dgamma."""
     of_x, of_parameters = {"ddx": ddx, "dy": dy}, {"ddgamma": ddgamma, "ddbeta": ddbeta}
-    checked = _checked("double_backward", kind, cache, of_x, of_parameters)
-    cache, ddx, dy, *others = checked
-    gamma = _vector(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
-    (tgamma, tbeta), terms = map(_vector, others), list[Array]()
+    cache, ddx, dy, *others = _checked("double_backward", kind, cache, of_x, of_parameters)
+    gamma = widened(cache.norm.gamma, 1.0) + cache.norm.gamma_offset
+    (tgamma, tbeta), terms = (widened(tangent, 0.0) for tangent in others), list[Array]()
 
     def pull(of: _Rows, ddx: Array, dy: Array) -> tuple[Array, Array]:
         xhat, mean, g = of.xhat, of.mean, gamma * dy
@@ -136,9 +127,9 @@ def _checked(
 ) -> list[Any]:
     """Return the cache, arguments like x, and those like gamma and beta."""
     if is_lazy_cache(cache):
-        checks.check_combinations((operation, checks.DASK))
+        checks.check_combinations({operation: True, checks.DASK: True})
     cache = checks.checked_cache(cache, None, kind, operation)
-    checks.check_features(cache.norm, cache.axis, cache.backend, operation)
+    checks.check_features(cache.norm, cache.axis, cache.backend, **{operation: True})
     checked = [checks.of_shape(convert, *pair, cache.x.shape) for pair in of_x.items()]
     likes = cache.norm.gamma, cache.norm.beta
     for (called, value), name, like in zip(of_parameters.items(), NAMES[1:], likes, strict=True):

@@ -2,7 +2,8 @@
 Keywords, each a composition of plain calls that one could write oneself.
 
 A *part* of a call is a plain call: some rows, the columns of them that count, one gamma and one beta. `parts_of` finds the
-parts of a call with a mask, or with gamma and beta of leading axes; `forward` and `backward` do them one after the other.
+parts of a call with a mask, or with gamma and beta of leading axes; `forward` and `backward` do them one after the other. A
+call without either is a plain one.
 All examples are over the last axis, and equal bit by bit.
 
 >>> import numpy as np
@@ -66,243 +67,224 @@ With accumulate=True, sums in float64 are added to old values, and rounded:
 True
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.arrays import rows as rows_of
 from stablenorm.backends import arrays_of, module_of
 from stablenorm.call import Backward, Forward
-from stablenorm.functional.layout import Layout, Lead, layout_of
+from stablenorm.functional.layout import Layout, layout_of
+from stablenorm.records import Array, Cache, Gradients, Norm, Statistics, new_norm
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
-from stablenorm.reference.sums import NOTHING, PARTIAL, merged
-from stablenorm.types import Array, Cache, Norm, Statistics, new_norm
+from stablenorm.reference.exact import Number
+from stablenorm.reference.sums import PARTIAL, merged
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__
 
-# The index of the elements of a part in (rows, n), its rows, the columns that count (None: all), its first row, and the
-# number of its gamma, beta and sums in their lead.
-Part = tuple[Any, Any, Any, int, int]
+
+class Part(NamedTuple):
+    """Rows with one gamma, one beta and one mask."""
+
+    # The index of the elements that count in (rows, n); a slice gives a view.
+    at: Any
+    rows: Any
+    # None: all.
+    columns: Any
+    # Its first row, which tells its gamma, beta and sums.
+    first: int
 
 
-def parts_of(layout: Layout, lead: Lead | None, mask: Array | None) -> list[Part]:
-    """Return the rows that have one gamma, one beta and one mask, in groups; without a lead, these are one for all rows."""
-    samples = keys = np.zeros(layout.shape[0], int) if lead is None else layout.numbers(lead)
-    inside = mask if mask is not None and mask.shape[1] > 1 else None
-    if inside is not None:
-        # Rows of one sample and of equal bits get one number.
-        known: dict[Any, int] = {}
-        pairs = zip(samples.tolist(), map(bytes, np.packbits(inside, 1)), strict=True)
-        keys = np.array([known.setdefault(pair, len(known)) for pair in pairs])
+def parts_of(mask: Array | None, numbers: Array, others: Any = 0) -> list[Part]:
+    """Return the parts of rows with a mask and numbers of gamma and of beta, at least one."""
+    keys = numbers * (len(numbers) + 1) + others
     if mask is not None:
-        counts = np.logical_or.reduce(mask, 1)
-        keys = keys * counts - ~counts
+        known: dict[Any, int] = {}
+        # Rows with the same numbers and equal bits have one number.
+        pairs = zip(keys.tolist(), map(bytes, np.packbits(mask, 1)), strict=True)
+        keys = np.array([known.setdefault(pair, len(known)) for pair in pairs])
     order = keys.argsort(kind="stable")
     ordered, parts, start = keys[order], list[Part](), 0
     ends = (ordered[1:] != ordered[:-1]).nonzero()[0] + 1
     for stop in (*ends.tolist(), len(order)):
-        some, first, columns = order[start:stop], int(order[start]), None
-        is_adjacent = order[stop - 1] - first == stop - start - 1
-        # Adjacent rows are a view.
-        at: Any = slice(first, first + len(some)) if is_adjacent else some
-        rows = at
-        if inside is not None and not np.logical_and.reduce(inside[first]):
-            columns = inside[first].nonzero()[0]
-            at = some[:, None], columns
-        if ordered[start] >= 0:
-            parts.append((at, rows, columns, first, int(samples[first])))
-        start = stop
-    return parts
+        rows: Any = order[start:stop]
+        at, first, columns, start = rows, int(rows[0]), None, stop
+        if mask is not None and not np.logical_and.reduce(mask[first]):
+            columns = mask[first].nonzero()[0]
+            at = rows[:, None], columns
+        elif rows[-1] - first == len(rows) - 1:
+            at = rows = slice(first, first + len(rows))
+        if columns is None or len(columns):
+            parts.append(_new(Part, (at, rows, columns, first)))
+    return parts or [Part(slice(0), slice(0), None, 0)]
 
 
-def _of_parts(values: Array | None, layout: Layout, parts: list[Part]) -> list[Any]:
-    """Return the gamma or beta of each part."""
-    if values is None:
-        return [None] * len(parts)
-    rows, numbers, own = values[None], None, []
-    if values.ndim > 1:
-        rows = np.ascontiguousarray(values).reshape(-1, layout.shape[1])
-        numbers = layout.numbers(layout.lead_of(values))
-    for _, _, columns, first, _ in parts:
-        row = rows[0 if numbers is None else numbers[first]]
-        own.append(row if columns is None else row[columns])
-    return own
-
-
-def _norm_of(backend: str, norm: Norm, layout: Layout) -> tuple[Norm, bool]:
-    """Return `norm` with gamma_offset added to gamma, and whether gamma and beta are one for all rows: then vectors."""
-    gamma, beta, n = norm.gamma, norm.beta, layout.shape[1]
+def _prepared(backend: str, norm: Norm) -> Norm:
+    """Return `norm` with gamma_offset added to gamma; gamma and beta are in C order."""
+    gamma, beta, contiguous = norm.gamma, norm.beta, arrays_of(backend).contiguous
     if norm.gamma_offset and gamma is not None:
         gamma = gamma.astype(np.float64) + norm.gamma_offset
-    is_plain = (gamma is None or gamma.size == n) and (beta is None or beta.size == n)
-    if is_plain:
-        contiguous = arrays_of(backend).contiguous
-        gamma = gamma if gamma is None else contiguous(gamma).reshape(-1)
-        beta = beta if beta is None else contiguous(beta).reshape(-1)
-    return new_norm((gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding)), is_plain
+    gamma = gamma if gamma is None else contiguous(gamma)
+    beta = beta if beta is None else contiguous(beta)
+    return new_norm((gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
 
 
-# ---- the loops over parts ----
+def _flat(norm: Norm, n: int) -> Norm | None:
+    """Return `norm` with vectors; None unless gamma and beta are one for all rows."""
+    own: list[Any] = []
+    for values in (norm.gamma, norm.beta):
+        if values is not None and values.size != n:
+            return None
+        own.append(values if values is None else values.reshape(-1))
+    return new_norm((own[0], own[1], norm.eps, norm.kind, 0.0, norm.rounding))
+
+
+def _norm_of(part: Part, norm: Norm, n: int, *numbers: Array) -> Norm:
+    """Return the norm of a part, given the numbers of gamma, and of beta."""
+    own: list[Any] = [None, None]
+    for k, of_rows in enumerate(numbers):
+        values: Any = norm[k]
+        if values is not None:
+            row = values.reshape(-1, n)[of_rows[part.first]]
+            own[k] = row if part.columns is None else row[part.columns]
+    return new_norm((own[0], own[1], norm.eps, norm.kind, 0.0, norm.rounding))
+
+
+def _room(part: Part, results: Any) -> Any:
+    """Return the place of a part among results: a view, or new memory."""
+    if results is None or isinstance(part.at, slice):
+        return results if results is None else results[part.at]
+    return np.empty(results[part.at].shape, results.dtype)
 
 
 def forward(backend: str, call: Forward, layout: Layout, where: Array | None) -> Any:
     """Do a forward of rows whose gamma and beta are as the user gave them; return the statistics."""
-    norm, is_plain = _norm_of(backend, call.norm, layout)
-    do, residual, total = module_of(backend).forward, call.residual, call.total
-    x, y, keep, threads = call.x, call.y, call.keep, call.threads
-    if (is_plain and where is None) or not x.size:
-        norm = norm if is_plain else norm._replace(gamma=None, beta=None)
-        return do(_new(Forward, (x, norm, y, keep, residual, total, threads)))
-    lead = None
-    if not is_plain:
-        lead = tuple(map(max, layout.lead_of(norm.gamma), layout.lead_of(norm.beta)))
-    mask = layout.mask(where)
-    parts = parts_of(layout, lead, mask)
-    gammas, betas = _of_parts(norm.gamma, layout, parts), _of_parts(norm.beta, layout, parts)
+    x, norm, y, keep, residual, total, threads = call
+    do, mask, n = module_of(backend).forward, layout.mask(where), layout.shape[1]
+    norm = _prepared(backend, norm)
+    if not x.size:
+        norm = norm._replace(gamma=None, beta=None)
+    if mask is None and (one := _flat(norm, n)):
+        return do(_new(Forward, (x, one, y, keep, residual, total, threads)))
     if mask is not None:
         y[...] = 0
-    if residual is not None and (mask is not None or not isinstance(parts[0][0], slice)):
+    if residual is not None:
         add(x, residual, total)
-        x, residual = total, None
-    # The words of the statistics of all rows, those of RMS norm without a mean; of no part they are 0.
-    zeros = np.zeros(len(x))
-    words: list[Any] = [None, None, zeros, zeros, None, None, None]
-    if norm.kind == "layer":
-        words = [zeros] * 5 + words[5:]
-    for i, ((at, rows, *_), gamma, beta) in enumerate(zip(parts, gammas, betas, strict=True)):
-        own = new_norm((gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
-        some, is_view = x[at], isinstance(at, slice)
-        of_y = y[at] if is_view else np.empty(some.shape, y.dtype)
-        added = (None, None) if residual is None else (residual[at], total[at])
-        statistics = do(_new(Forward, (some, own, of_y, keep, *added, threads)))
-        if not is_view:
-            y[at] = of_y
-        for k, word in enumerate(statistics if keep else ()):
-            if i == 0:
-                words[k] = None if word is None else np.zeros(len(x))
-            if words[k] is not None:
+        x = total
+    numbers, done = (layout.numbers(norm.gamma), layout.numbers(norm.beta)), list[Any]()
+    parts = parts_of(mask, *numbers)
+    for part in parts:
+        own, of_y = _norm_of(part, norm, n, *numbers), _room(part, y)
+        done.append(do(_new(Forward, (x[part.at], own, of_y, keep, None, None, threads))))
+        if not isinstance(part.at, slice):
+            y[part.at] = of_y
+    return _joined(parts, done, len(x)) if keep else None
+
+
+def _joined(parts: list[Part], done: list[Statistics], count: int) -> Statistics:
+    """Return the statistics of all rows, 0 for rows of no part."""
+    words = []
+    for of_parts in zip(*done, strict=True):
+        whole = None if {*map(type, of_parts)} == {type(None)} else np.zeros(count)
+        for part, word in zip(parts, of_parts, strict=True):
+            if whole is not None:
                 # Rows without digits that others have go to integers.
-                words[k][rows] = np.nan if word is None else word
+                whole[part.rows] = np.nan if word is None else word
+        words.append(whole)
     return _new(Statistics, words)
 
 
-def backward(
-    backend: str, call: Backward, layout: Layout, where: Array | None,
-    sum_lead: Lead | None = None, accumulate: bool = False,
-) -> None:  # fmt: skip
-    """Do a backward of rows whose gamma, beta and sums are as the user gave them: one pass for each lead."""
-    norm, is_plain = _norm_of(backend, call.norm, layout)
-    where = where if call.x.size else None
-    main = of_beta = None
-    if not is_plain or sum_lead is not None:
-        main, of_beta = layout.lead_of(norm.gamma), sum_lead or layout.lead_of(norm.beta)
-        if call.dgamma is not None and sum_lead is not None:
-            main = sum_lead
-    own = new_norm((norm.gamma, None, norm.eps, norm.kind, 0.0, norm.rounding))
-    inputs, others = (call.dy, call.x), (call.dsum, call.partial, call.threads)
-    if call.dbeta is not None and of_beta != main:
-        # dbeta alone needs no gamma, which may have another lead.
-        alone = *inputs, own._replace(gamma=None), call.statistics, None, None, call.dbeta, *others
-        _one_pass(backend, _new(Backward, alone), layout, where, of_beta, accumulate)
-        call = call._replace(dbeta=None)
-    fields = *inputs, own, call.statistics, call.dx, call.dgamma, call.dbeta, *others
-    if is_plain and where is None is sum_lead and not (accumulate or call.partial):
-        _whole(backend, _new(Backward, fields))
-    else:
-        _one_pass(backend, _new(Backward, fields), layout, where, main, accumulate)
-
-
-def _whole(backend: str, call: Backward) -> None:
-    """Do a plain backward."""
-    contiguous, sums = arrays_of(backend).contiguous, []
-    for result in (call.dgamma, call.dbeta):
-        sums.append(result if result is None else contiguous(result).reshape(-1))
-    results = call.dx, *sums, call.dsum, False, call.threads
-    fields = call.dy, call.x, call.norm, call.statistics, *results
-    module_of(backend).backward(_new(Backward, fields))
-    for total, result in zip(sums, (call.dgamma, call.dbeta), strict=True):
-        if total is not None and not result.flags.c_contiguous:
-            result[...] = total.reshape(result.shape)
+def backward(backend: str, call: Backward, layout: Layout, where: Array | None) -> None:
+    """Do a backward of rows whose gamma, beta and sums are as the user gave them."""
+    norm, mask, n = _prepared(backend, call.norm), layout.mask(where), layout.shape[1]
+    sums: list[Any] = []
+    for total in (call.dgamma, call.dbeta):
+        sums.append(total if total is None else total.reshape(-1, n))
+    if mask is None and (one := _flat(norm, n)):
+        flat = [v if v is None else v[0] for v in sums]
+        fields = call.dy, call.x, one, call.statistics, call.dx, *flat, call.dsum, call.threads
+        module_of(backend).backward(_new(Backward, fields))
+        return
+    of_gamma, of_beta = layout.numbers(norm.gamma), layout.numbers(norm.beta)
+    if sums[1] is not None and np.logical_or.reduce(of_gamma != of_beta):
+        # dbeta alone needs no gamma.
+        alone = norm._replace(gamma=None)
+        _one_pass(backend, call._replace(dx=None), alone, [None, sums[1]], mask, of_beta)
+        sums[1] = None
+    _one_pass(backend, call, norm, sums, mask, of_gamma)
 
 
 def _one_pass(
-    backend: str, call: Backward, layout: Layout, where: Array | None, lead: Lead | None, accumulate: bool
-) -> None:  # fmt: skip
-    """Do a backward whose sums have one lead."""
-    mask, do, n = layout.mask(where), module_of(backend).backward, layout.shape[1]
-    parts, dx = parts_of(layout, lead, mask), call.dx
-    gammas = _of_parts(call.norm.gamma, layout, parts)
-    if mask is not None and dx is not None:
-        dx[...] = 0 if call.dsum is None else call.dsum
+    backend: str, call: Backward, norm: Norm, sums: list[Any], mask: Any, numbers: Array
+) -> None:
+    """Write dx, and sums of one number for each row."""
+    do, n, dx = module_of(backend).backward, call.x.shape[1], call.dx
     inside = mask is not None and mask.shape[1] > 1
-    # Sums that are to be added to others are not rounded yet.
-    kind: Any = PARTIAL if call.partial else float if accumulate or inside else None
-    results, sums = (call.dgamma, call.dbeta), list[Any]()
-    for result in results:
-        sums.append(None if result is None else np.zeros((len(parts), n), kind or result.dtype))
-    for i, (part, gamma) in enumerate(zip(parts, gammas, strict=True)):
-        at, _, columns, *_ = part
-        one = _part_of(call, part, gamma, sums, i)
-        do(one)
-        if one.dx is not None and not isinstance(at, slice):
-            dx[at] = one.dx
-        for total in sums if columns is not None else ():
+    if mask is not None:
+        for result in (dx, *sums):
+            if result is not None:
+                result[...] = np.zeros((), result.dtype)
+        if dx is not None and call.dsum is not None:
+            dx[...] = call.dsum
+    # By sample, the sums of its parts, which are rounded once.
+    groups: list[dict[int, list[Array]]] = [{}, {}]
+    for part in parts_of(mask, numbers):
+        own, of_dx, totals = _norm_of(part, norm, n, numbers), _room(part, dx), list[Any]()
+        sample = int(numbers[part.first])
+        for total in sums:
+            if total is not None and inside:
+                kind = PARTIAL if total.dtype == PARTIAL else float
+                totals.append(np.zeros(n if part.columns is None else len(part.columns), kind))
+            else:
+                totals.append(total if total is None else total[sample])
+        dy, x, statistics, dsum = _inputs(call, part)
+        fields = dy, x, own, statistics, of_dx, *totals, dsum, call.threads
+        do(_new(Backward, fields))
+        if of_dx is not None and not isinstance(part.at, slice):
+            dx[part.at] = of_dx
+        for of_samples, total in zip(groups, totals if inside else [], strict=False):
             if total is not None:
-                packed = total[i, : len(columns)].copy()
-                total[i] = np.zeros((), total.dtype)
-                total[i, columns] = packed
-    places: dict[int, list[int]] = {}
-    for i, part in enumerate(parts):
-        places.setdefault(part[4], []).append(i)
-    for total, result in zip(sums, results, strict=True):
-        if total is None:
-            continue
-        # The sums of the parts of each sample, which are rounded once.
-        whole = np.zeros((result.size // n, n), total.dtype)
-        for sample, some in places.items():
-            whole[sample] = total[some[0]]
-            if len(some) > 1:
-                of_parts = total[some]
-                whole[sample] = merged(*of_parts) if call.partial else sum_rows(of_parts)
-        whole = whole.reshape(result.shape)
-        if accumulate:
-            whole = result.astype(float) + whole
-        result[...] = whole if whole.dtype == result.dtype else round_to(whole, result.dtype)
+                whole = np.zeros(n, total.dtype)
+                whole[slice(None) if part.columns is None else part.columns] = total
+                of_samples.setdefault(sample, []).append(whole)
+    for of_samples, result in zip(groups, sums, strict=True):
+        for sample, some in of_samples.items():
+            if result.dtype == PARTIAL:
+                result[sample] = merged(*some)
+            else:
+                result[sample] = round_to(sum_rows(np.array(some)), result.dtype)
 
 
-def _part_of(call: Backward, part: Part, gamma: Any, sums: list[Any], i: int) -> Backward:
-    """Return the backward of part `i`, whose sums are packed into row i of `sums`."""
-    at, rows, *_ = part
-    own = new_norm((gamma, None, call.norm.eps, call.norm.kind, 0.0, call.norm.rounding))
-    words = []
-    for word in call.statistics:
-        words.append(word if word is None else word[rows])
-    dsum = None if call.dsum is None else call.dsum[at]
-    x, dx, (dgamma, dbeta) = call.x[at], call.dx, sums
-    if dx is not None:
-        dx = dx[at] if isinstance(at, slice) else np.empty(x.shape, dx.dtype)
-    dgamma = None if dgamma is None else dgamma[i, : x.shape[1]]
-    dbeta = None if dbeta is None else dbeta[i, : x.shape[1]]
-    results = dx, dgamma, dbeta, dsum, call.partial, call.threads
-    return _new(Backward, (call.dy[at], x, own, _new(Statistics, words), *results))
+def _inputs(call: Backward, part: Part) -> tuple[Array, Array, Statistics, Any]:
+    """Return dy, x, the statistics and dsum of a part."""
+    dsum = None if call.dsum is None else call.dsum[part.at]
+    return call.dy[part.at], call.x[part.at], call.statistics.of_rows(part.rows), dsum
+
+
+def accumulate(gradients: Gradients, sums: Gradients) -> None:
+    """Add sums in float64 to the dgamma and dbeta that are there."""
+    old: Any
+    for old, total in zip(gradients[1:], sums[1:], strict=True):
+        if old is not None:
+            old[...] = round_to(old.astype(np.float64) + total, old.dtype)
 
 
 def exact_sums(cache: Cache, dy: Array, which: int, asked: Array) -> Array:
     """Return the exact sums, dgamma (0) or dbeta (1), of the columns that are asked for; 0 for others."""
     layout, whole = layout_of(cache.x.shape, cache.axis), np.zeros(asked.shape, object)
-    whole[asked] = NOTHING
+    whole[asked] = Number()
     if not asked.any() or not cache.x.size:
         return whole
-    rows = rows_of(dy, layout)[0], rows_of(cache.x, layout)[0]
-    call = Backward(*rows, cache.norm, cache.statistics)
+    call = Backward(rows_of(dy, layout), rows_of(cache.x, layout), cache.norm, cache.statistics)
     sums, flags = (v.reshape(-1, layout.shape[1]) for v in (whole, asked))
-    every = np.arange(layout.shape[1])
-    for part in parts_of(layout, layout.lead_of(asked), layout.mask(cache.where)):
-        columns = every if part[2] is None else part[2]
-        places = flags[part[4], columns].nonzero()[0]
-        one = _part_of(call, part, None, [None, None], 0)
-        for j, total in uncertified.exact_sums(one, which, places):
-            sums[part[4], columns[j]] += total
+    numbers = layout.numbers(asked)
+    for part in parts_of(layout.mask(cache.where), numbers):
+        columns = np.arange(layout.shape[1]) if part.columns is None else part.columns
+        sample = numbers[part.first]
+        places = flags[sample, columns].nonzero()[0]
+        rows, x, statistics, _ = _inputs(call, part)
+        one = Backward(rows, x, cache.norm, statistics)
+        sums[sample, columns[places]] += uncertified.exact_sums(one, which, places)
     return whole

@@ -1,9 +1,4 @@
-"""
-The map from arrays of the shape of x to plain rows; `arrays.rows` and its like for CuPy's see an array as such rows, or copy it.
-
-The *lead* of gamma, beta or a sum over rows is the shape of x without the normalized axes, with 1 for each axis along which it
-is the same: (B, 1) for x of (B, T, D) and a gamma for each of B samples.
-"""
+"""The map from arrays of the shape of x to plain rows; `arrays.rows` and its like for CuPy's see an array as such rows, or copy it."""
 
 import functools
 import math
@@ -11,9 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import Array, Shape
-
-Lead = Shape
+from stablenorm.records import Array, Shape
 
 
 class Layout(NamedTuple):
@@ -25,24 +18,22 @@ class Layout(NamedTuple):
     leading: Shape
     shape: tuple[int, int]
 
+    def put_back(self, rows: Any, array: Any) -> None:
+        """Write new rows, which own their memory, to the array that they stand for."""
+        if rows.flags.owndata:
+            array.transpose(self.order)[...] = rows.reshape(self.lengths)
+
     def mask(self, where: Array | None) -> Any:
         """Return the rows of a mask in x's dimensions: (rows, n), or (rows, 1) of whole rows."""
         if where is None or not where.size:
             return None
         return where.transpose(self.order).reshape(self.shape[0], -1)
 
-    def lead_of(self, parameter: Array | None) -> Lead:
-        """Return the lead of gamma or beta, or of a sum of its shape."""
-        leading = len(self.leading)
-        own: Lead = ()
-        if parameter is not None:
-            own = parameter.shape[: parameter.ndim + leading - len(self.order)]
-        return (1,) * (leading - len(own)) + own
-
-    def numbers(self, lead: Lead) -> Array:
-        """Return for each row the number of its gamma, beta or sum in their lead."""
-        numbers = np.arange(math.prod(lead)).reshape(lead)
-        return (numbers + np.zeros(self.leading, int)).reshape(-1)
+    def numbers(self, parameter: Array | None) -> Array:
+        """Return for each row the number of its gamma, beta or sum."""
+        own = () if parameter is None else parameter.shape[: len(self.leading) - len(self.order)]
+        numbers = np.arange(math.prod(own)).reshape(own) + np.zeros(self.leading, int)
+        return numbers.reshape(-1)
 
 
 @functools.lru_cache(256)

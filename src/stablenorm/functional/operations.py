@@ -13,8 +13,8 @@ from stablenorm.backends import arrays_of, choose, kernels
 from stablenorm.call import Backward, Forward
 from stablenorm.control import with_default_control
 from stablenorm.functional import checks, keywords
-from stablenorm.functional.layout import Lead, layout_of
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Shape
+from stablenorm.functional.layout import layout_of
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm
 
 # The faster constructor of a NamedTuple.
 _new = tuple.__new__
@@ -41,41 +41,35 @@ def _forward(
 ) -> tuple[Array, Any]:  # fmt: skip
     """Check a forward, see its arrays as rows, and do it by parts."""
     name = choose(backend, type(x) is not np.ndarray and on_cuda_device(x))
-    arrays = arrays_of(name)
-    x = y_like = arrays.convert("x", x)
+    arrays, total = arrays_of(name), None
+    x = source = y_like = arrays.convert("x", x)
     axes = normalize_axes(axis, x.ndim)
     norm = checks.checked_norm(arrays.convert, norm, x.shape, axes)
     checks.check_features(norm, axes, name, residual=residual, where=where)
-    layout, total, rows_of_total = layout_of(x.shape, axes), None, None
     if residual is not None:
         residual = checks.of_shape(arrays.convert, "residual", residual, x.shape)
         # The wider of both is what is normalized.
         if residual.dtype.itemsize > x.dtype.itemsize:
             x = x.astype(residual.dtype)
         residual = checks.widened("residual", residual, x.dtype)
-        total = arrays.empty_like(x)
-    if out is None:
-        y = arrays.empty_like(y_like)
-    else:
-        named = {"x": y_like, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
-        over = "" if keep and residual is None else "x"
-        (y,) = checks.results_in(arrays, (out,), {"out": y_like}, named, over)
+        source = total = arrays.empty_like(x)
+    named = {"x": y_like, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
+    over = "" if keep and residual is None else "x"
+    (y,) = checks.results_in(arrays, (out,), {"out": y_like}, named, over)
     if where is not None:
         where = checks.check_where(where, x.shape, axes, norm.rounding)
-    rows, _ = arrays.rows(x, layout)
-    rows_of_y, is_view = arrays.rows(y, layout, False, None if out is None else rows)
-    if total is not None:
-        residual, _ = arrays.rows(residual, layout)
-        rows_of_total, is_sum = arrays.rows(total, layout, False)
-    call = _new(Forward, (rows, norm, rows_of_y, keep, residual, rows_of_total, threads))
+    layout = layout_of(x.shape, axes)
+    rows = arrays.rows(x, layout)
+    of_y = arrays.rows(y, layout, False, rows)
+    of_total = None
+    if residual is not None:
+        residual, of_total = arrays.rows(residual, layout), arrays.rows(total, layout, False)
+    call = _new(Forward, (rows, norm, of_y, keep, residual, of_total, threads))
     statistics = keywords.forward(name, call, layout, where)
-    if not is_view:
-        y.transpose(layout.order)[...] = rows_of_y.reshape(layout.lengths)
-    if total is not None and rows_of_total is not None and not is_sum:
-        total.transpose(layout.order)[...] = rows_of_total.reshape(layout.lengths)
-    source = x if total is None else total
-    fields = (source, norm, axes, statistics, name, where)
-    return y, _new(Cache, fields) if keep else None
+    layout.put_back(of_y, y)
+    if of_total is not None:
+        layout.put_back(of_total, total)
+    return y, _new(Cache, (source, norm, axes, statistics, name, where)) if keep else None
 
 
 def backward(
@@ -100,57 +94,57 @@ def _backward(
 ) -> Gradients:
     """Check a backward, see its arrays as rows, and do it by parts."""
     cache = checks.checked_cache(cache, dy, kind)
-    x, norm, axes, name = cache.x, cache.norm, cache.axis, cache.backend
-    arrays, accumulate = arrays_of(name), bool(accumulate)
-    given = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": accumulate}
-    checks.check_features(norm, axes, name, **given)
+    x, arrays = cache.x, arrays_of(cache.backend)
+    given = {"dsum": dsum, "sum_axes": sum_axes, "accumulate": bool(accumulate)}
+    checks.check_features(cache.norm, cache.axis, cache.backend, **given)
     dy = checks.of_shape(arrays.convert, "dy", dy, x.shape, "the y of this cache", dtype=x.dtype)
     if dsum is not None:
         dsum = checks.of_shape(arrays.convert, "dsum", dsum, x.shape, dtype=x.dtype)
-    lead: Lead | None = None
-    shape: Shape = ()
+    likes: dict[str, Any] = {
+        "out.dx": x, "out.dgamma": cache.norm.gamma, "out.dbeta": cache.norm.beta,
+    }  # fmt: skip
     if sum_axes is not None:
-        lead, shape = checks.check_sum_axes(sum_axes, cache, layout_of(x.shape, axes))
-    asked = NAMES if wrt is NAMES else checks.asked_names(wrt)
-    likes: Any = {"out.dx": x, "out.dgamma": norm.gamma, "out.dbeta": norm.beta}
-    for which, called in zip(NAMES, likes, strict=True):
-        if which not in asked:
-            likes[called] = None
-        elif lead is not None and which != "x" and likes[called] is not None:
-            likes[called] = np.empty(shape, likes[called].dtype)
-    named = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
-    if out is None and not accumulate:
-        made = []
-        for like in likes.values():
-            made.append(like if like is None else arrays.empty_like(like))
-        gradients = _new(Gradients, made)
-    else:
-        gradients = checks.checked_gradients(arrays, out, likes, named, accumulate)
-    into = None if out is None else dy
-    run_backward(dy, cache, gradients, dsum, lead, into, accumulate)
+        norm, shape = checks.summed(sum_axes, cache)
+        cache = cache._replace(norm=norm)
+        for name in ("out.dgamma", "out.dbeta"):
+            like = likes[name]
+            likes[name] = like if like is None else np.empty(shape, like.dtype)
+    if wrt is not NAMES:
+        asked = checks.asked_names(wrt)
+        for which, name in zip(NAMES, likes, strict=True):
+            likes[name] = likes[name] if which in asked else None
+    named = {"x": x, "gamma": cache.norm.gamma, "dy": dy, "dsum": dsum}
+    gradients = into = checks.checked_gradients(arrays, out, likes, named, accumulate)
+    if accumulate:
+        wide = (v if v is None else np.zeros(v.shape) for v in gradients[1:])
+        into = Gradients(gradients.dx, *wide)
+    run_backward(dy, cache, into, dsum)
+    if accumulate:
+        keywords.accumulate(gradients, into)
     return gradients
 
 
 def run_backward(
-    dy: Array, cache: Cache, gradients: Gradients, dsum: Array | None, lead: Lead | None = None,
-    over: Array | None = None, accumulate: bool = False, partial: bool = False,
-    threads: int | None = None,
-) -> None:  # fmt: skip
-    """Do a backward into gradients of checked arrays, of which dx may lie over `over`."""
-    dx, dgamma, dbeta = gradients
-    if not cache.x.size:
-        # A sum over no rows is 0; old values and partial sums stay.
-        for total in (dgamma, dbeta):
-            if total is not None and not (accumulate or partial):
-                total[...] = 0
-        return
+    dy: Array, cache: Cache, gradients: Gradients, dsum: Array | None, threads: int | None = None
+) -> None:
+    """Do a backward into gradients of checked arrays; sums over rows of `reference.sums.PARTIAL` are not rounded."""
     arrays, layout = arrays_of(cache.backend), layout_of(cache.x.shape, cache.axis)
-    rows_of_dx, is_view = (None, True) if dx is None else arrays.rows(dx, layout, False, over)
-    (rows, _), (x, _) = arrays.rows(dy, layout), arrays.rows(cache.x, layout)
-    of_dsum = None if dsum is None else arrays.rows(dsum, layout)[0]
-    results = rows_of_dx, dgamma, dbeta, of_dsum
-    fields = rows, x, cache.norm, cache.statistics, *results, partial, threads
-    call = _new(Backward, fields)
-    keywords.backward(cache.backend, call, layout, cache.where, lead, accumulate)
-    if dx is not None and rows_of_dx is not None and not is_view:
-        dx.transpose(layout.order)[...] = rows_of_dx.reshape(layout.lengths)
+    dx, results, sums = gradients.dx, list[Any](gradients[1:]), list[Any]()
+    for result in results:
+        sums.append(result if result is None else arrays.contiguous(result))
+    if cache.x.size:
+        x, rows = arrays.rows(cache.x, layout), arrays.rows(dy, layout)
+        of_dx = dx if dx is None else arrays.rows(dx, layout, False, rows)
+        of_dsum = dsum if dsum is None else arrays.rows(dsum, layout)
+        fields = rows, x, cache.norm, cache.statistics, of_dx, *sums, of_dsum, threads
+        keywords.backward(cache.backend, _new(Backward, fields), layout, cache.where)
+        if of_dx is not None:
+            layout.put_back(of_dx, dx)
+    else:
+        for total in sums:
+            if total is not None:
+                # A sum over no rows.
+                total[...] = np.zeros((), total.dtype)
+    for result, total in zip(results, sums, strict=True):
+        if total is not result:
+            result[...] = total

@@ -20,10 +20,10 @@ from stablenorm import control, memory, reference
 from stablenorm.arrays import as_rows
 from stablenorm.call import Backward, Forward
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Statistics, new_norm
 from stablenorm.reference import uncertified
 from stablenorm.reference.sums import PARTIAL
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, Cache, Gradients, Norm, Statistics, new_norm
 
 try:
     from stablenorm import _core
@@ -89,30 +89,25 @@ def forward(call: Forward) -> Any:
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does; it does what kernels decline."""
-    norm = call.norm
-    if call.dbeta is not None and not call.partial:
+    norm, sums, partial = call.norm, (call.dgamma, call.dbeta), None
+    wanted = []
+    for name, result in zip(NAMES, (call.dx, *sums), strict=True):
+        if result is not None:
+            wanted.append(name)
+    if PARTIAL in (getattr(sums[0], "dtype", None), getattr(sums[1], "dtype", None)):
+        partial = np.zeros((2, call.x.shape[1], 3))
+    elif call.dbeta is not None:
         # Kernels return the gradient of what there is: dbeta stands for beta, which no backward reads.
         norm = new_norm((norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
     cache = _new(Cache, (call.x, norm, (1,), call.statistics, "native", None))
-    wanted: list[str] = []
-    if call.dx is not None:
-        wanted.append("x")
-    if call.dgamma is not None:
-        wanted.append("gamma")
-    if call.dbeta is not None:
-        wanted.append("beta")
-    out, partial = (call.dx, call.dgamma, call.dbeta), None
-    if call.partial:
-        out, partial = (call.dx, None, None), np.zeros((2, call.x.shape[1], 3))
+    out = (call.dx, *((None, None) if partial is not None else sums))
     done = plain_backward(
-        call.dy, cache, call.norm.kind, tuple(wanted), out, call.dsum, call.threads, partial
+        call.dy, cache, norm.kind, tuple(wanted), out, call.dsum, call.threads, partial
     )
     if done is None:
         reference.backward(_declined(call))
     elif partial is not None:
-        for total, words in zip(
-            (call.dgamma, call.dbeta), partial.view(PARTIAL)[..., 0], strict=True
-        ):
+        for total, words in zip(sums, partial.view(PARTIAL)[..., 0], strict=True):
             if total is not None:
                 total[...] = words
 
@@ -154,14 +149,15 @@ def _finish_backward(
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
     of_dy, of_x, of_dx, of_dsum = _rows(axes, dy, x, out.dx, dsum)
-    call = Backward(of_dy, of_x, norm, stats, of_dx, dsum=of_dsum, partial=unrounded)
+    call = Backward(of_dy, of_x, norm, stats, of_dx, dsum=of_dsum)
     # Partial sums are there if a row is not in the sums, or if they are what is asked for.
     parts: Any = None if partial is None else partial.reshape(2, -1, 3).view(PARTIAL)[..., 0]
     sums = (v if v is None else v.reshape(-1) for v in (out.dgamma, out.dbeta))
     dgamma, dbeta = parts if unrounded else sums
     of_sums = call._replace(dgamma=dgamma, dbeta=dbeta)
     unsummed = np.flatnonzero(marks & _UNSUMMED)
-    uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, parts)
+    others = parts if len(unsummed) else None
+    uncertified.finish_sums(of_sums, columns.reshape(2, -1) != 0, unsummed, others)
     if of_dx is not None:
         uncertified.write_dx(call, np.flatnonzero(marks))
         _put(out.dx, axes, of_dx)

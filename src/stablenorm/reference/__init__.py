@@ -1,23 +1,21 @@
 """
 The backend "numpy": the equations in NumPy on (rows, n), in float64, rounded once; everything else copies them.
 
-`equations` has them; `uncertified` does rows that are out of range, and with rounding="nearest" all, with integers.
+`equations` has them; `uncertified` does rows that leave the range of float64, and with rounding="nearest" all, with integers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from stablenorm.call import Backward, Forward
+from stablenorm.records import Array, Norm, Statistics
 from stablenorm.reference import equations, uncertified
-from stablenorm.reference.equations import project, round_to, sum_rows
-from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
-from stablenorm.types import Array, Norm, Statistics
+from stablenorm.reference.equations import project, round_to, sum_rows, widened
+from stablenorm.reference.sums import PARTIAL, as_partial, merged
 
 __all__ = ["add", "backward", "forward", "lost", "project"]
-
-# Products of three numbers within these, and sums of their squares, stay in the range of float64.
-LARGEST, SMALLEST = 2.0**300, 2.0**-300
 
 
 @np.errstate(all="ignore")
@@ -26,20 +24,22 @@ def forward(call: Forward) -> Statistics:
     if call.residual is not None:
         add(call.x, call.residual, call.total)
         call = call._replace(x=call.total)
-    norm, rare, words = _widened(call.norm), np.ones(len(call.x), bool), []
-    for rows in equations.blocks(call.x.shape):
-        x = call.x[rows].astype(np.float64, order="C")
-        y, statistics = equations.forward(x, norm)
+    norm, rows_of_x = _widened(call.norm), len(call.x)
+    mean, rest = (np.zeros((rows_of_x, 1)) if norm.kind == "layer" else None for _ in range(2))
+    whole = Statistics(mean, rest, np.zeros((rows_of_x, 1)))
+
+    def do(rows: slice) -> None:
+        y, statistics = equations.forward(call.x[rows].astype(np.float64, order="C"), norm)
         call.y[rows] = round_to(y, call.y.dtype)
-        rare[rows] = _out_of_range(statistics.rstd, x)
-        words.append(statistics)
-    whole = Statistics._make(
-        None if parts[0] is None else np.concatenate(parts).ravel()
-        for parts in zip(*words, strict=True)
-    )
-    again = rare | _needs_integers(norm)
+        for word, value in zip(whole, statistics, strict=True):
+            if word is not None:
+                word[rows] = value
+
+    rare = _by_blocks(call.x.shape, do)
+    again = rare | (norm.rounding == "nearest")
     if all(v is None or np.isfinite(v).all() for v in (norm.gamma, norm.beta)):
         again |= lost(call.y, call.x)
+    whole = whole.of_rows((slice(None), 0))
     uncertified.finish_forward(call, np.flatnonzero(again), whole, rare)
     return whole
 
@@ -47,32 +47,49 @@ def forward(call: Forward) -> Statistics:
 @np.errstate(all="ignore")
 def backward(call: Backward) -> None:
     """Write the gradients that are wanted."""
-    norm, rare = _widened(call.norm), np.ones(len(call.x), bool)
-    totals = [np.zeros(call.x.shape[1], PARTIAL) for _ in range(2)]
-    for rows in () if norm.rounding == "nearest" else equations.blocks(call.x.shape):
+    norm, (count, n), is_nearest = (
+        _widened(call.norm),
+        call.x.shape,
+        call.norm.rounding == "nearest",
+    )
+    totals = [np.zeros(n, PARTIAL) for _ in range(2)]
+
+    def do(rows: slice) -> None:
         x, dy = (v[rows].astype(np.float64, order="C") for v in (call.x, call.dy))
         statistics = call.statistics.of_rows((rows, None))
         xhat = equations.restore(x, statistics)
-        rare[rows] = out = _out_of_range(statistics.rstd, x, dy)
-        for i in np.flatnonzero(out).tolist():
-            xhat[i] = uncertified.xhat_row(x[i], norm)
-        for k, terms in enumerate((dy * xhat, dy)):
-            totals[k] = merged(totals[k], as_partial(sum_rows(terms), 0.0, np.nan))
+        of_rows = sum_rows(dy * xhat), sum_rows(dy)
         if call.dx is not None:
             dx = equations.backward(dy, xhat, statistics.rstd, norm)
             if call.dsum is not None:
                 dx += call.dsum[rows]
             call.dx[rows] = round_to(dx, call.dx.dtype)
-    columns = np.ones((2, call.x.shape[1]), bool)
-    for k, result in enumerate((call.dgamma, call.dbeta)):
-        if result is not None and norm.rounding != "nearest":
-            # A sum that is not finite may have left the range of float64 in between.
-            columns[k] = ~np.isfinite(totals[k]["high"])
-            result[...] = totals[k] if call.partial else rounded(totals[k], result.dtype)[0]
-    uncertified.finish_sums(call, columns, columns[:0], None)
+        for k, total in enumerate(of_rows):
+            totals[k] = merged(totals[k], as_partial(total, 0.0, np.nan))
+
+    rare = np.ones(count, bool) if is_nearest else _by_blocks(call.x.shape, do)
+    columns, unsummed = np.full((2, n), is_nearest), np.flatnonzero(rare)
+    uncertified.finish_sums(call, columns, unsummed, None if is_nearest else totals)
     if call.dx is not None:
-        rare |= lost(call.dx, call.x, call.dy) | _needs_integers(norm)
-        uncertified.write_dx(call, np.flatnonzero(rare))
+        uncertified.write_dx(call, np.flatnonzero(rare | lost(call.dx, call.x, call.dy)))
+
+
+def _by_blocks(shape: tuple[int, ...], do: Callable[[slice], None]) -> Array:
+    """
+    Do blocks of rows; return which rows leave the range of float64, and are not done.
+
+    The flags of the processor tell it. WebAssembly has none: there such rows are what float64 makes of them.
+    """
+    rare, todo = np.zeros(shape[0], bool), [*equations.blocks(shape)]
+    for rows in todo:
+        try:
+            with np.errstate(over="raise", under="raise"):
+                do(rows)
+        except FloatingPointError:
+            first, last, _ = rows.indices(shape[0])
+            rare[rows] = last - first == 1
+            todo += [slice(i, i + 1) for i in range(first, last) if last - first > 1]
+    return rare
 
 
 @np.errstate(all="ignore")
@@ -93,26 +110,4 @@ def lost(result: Array, *inputs: Array) -> Array:
 
 def _widened(norm: Norm) -> Norm:
     """Return `norm` with gamma and beta in float64."""
-    gamma, beta = (
-        v if v is None else v.ravel().astype(np.float64) for v in (norm.gamma, norm.beta)
-    )
-    return norm._replace(gamma=gamma, beta=beta)
-
-
-def _needs_integers(norm: Norm) -> bool:
-    """Tell whether integers do all rows: with rounding="nearest", or if gamma or beta is out of range."""
-    rare = (_outside(v).any() for v in (norm.gamma, norm.beta) if v is not None)
-    return norm.rounding == "nearest" or any(rare)
-
-
-def _out_of_range(*arrays: Array) -> Array:
-    """Tell which rows have a number that is out of range."""
-    rows: Array = np.logical_or.reduce([_outside(array).any(axis=1) for array in arrays])
-    return rows
-
-
-def _outside(values: Array) -> Array:
-    """Tell which numbers are out of range. Infinity and NaN are not: they spoil their row in float64 as they should."""
-    size = np.abs(values)
-    outside: Array = ((size > LARGEST) & (size < np.inf)) | ((size < SMALLEST) & (size > 0))
-    return outside
+    return norm._replace(gamma=widened(norm.gamma), beta=widened(norm.beta))

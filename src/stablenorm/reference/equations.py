@@ -62,7 +62,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.types import Array, Norm, Statistics, bfloat16
+from stablenorm.records import Array, Norm, Statistics, bfloat16
 
 FLOAT64 = np.dtype(np.float64)
 
@@ -123,6 +123,11 @@ def restore(x: Array, statistics: Statistics) -> Array:
     return x * statistics.rstd
 
 
+def widened(vector: Array | None, default: Any = None) -> Any:
+    """Return gamma, beta or the like as a vector of float64; the default for None."""
+    return default if vector is None else vector.reshape(-1).astype(np.float64)
+
+
 def row_mean(v: Array) -> Array:
     """Return the mean of each row, (rows, 1)."""
     mean: Array = np.add.reduce(v, axis=-1, keepdims=True) / v.shape[-1]
@@ -145,6 +150,7 @@ def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
 
+@np.errstate(all="ignore")
 def round_to(value: Array, dtype: np.dtype[Any], low: Any = None) -> Array:
     """
     Round ``value + low`` (None: 0), of which `value` is the sum rounded to float64, once to `dtype`.

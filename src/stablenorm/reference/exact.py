@@ -1,276 +1,200 @@
 r"""
 Rows of y and dx, and columns of dgamma and dbeta, by integers, each element rounded once: the lowest rung.
 
-A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. With
+A *number* here is a sum of integers over square roots of integers, in units of ``2**-1126``, of which every float64 is a
+multiple. With the integers X of a row, ``x = unit * X`` and
 
-- ``C = n X - sum(X)``, so that ``x - mean = C 2**scale / n``, and
-- ``V = (n sum(X**2) - sum(X)**2) 4**(scale - q) + n**2 E 2**(t - 2 q)``, q the largest integer that
-  makes it one, so that ``var + eps = V 4**q / n**2``:
+- ``C = n X - sum(X)``, so that ``x - mean = unit * C / n``, and
+- ``p = s**2 (n sum(X**2) - sum(X)**2 + n**2 eps / unit**2)``, s an integer that makes it one, so that
+  ``var + eps = unit**2 / n**2 * p / s**2``:
 
-    xhat = C 2**(scale - q) / sqrt(V)
-    dx   = ((n G - sum(G)) V - C sum(G C) 4**(scale - q)) 2**(r - q) / sqrt(V**3)
+    xhat = s C / sqrt(p)
+    dx   = s / unit * ((n g - sum(g)) p - s**2 C sum(g C)) / sqrt(p**3)
 
-where ``g = gamma * dy = G 2**r``. For RMS norm, sum(X) and sum(G) are 0. So every element is a
-rational number plus integers times powers of two over square roots of integers: one root for y and
-dx, one for each row of dgamma.
+where ``g = gamma * dy``. For RMS norm, sum(X) and sum(g) are 0. So y and dx have one root, and dgamma has one for each row.
 
-An integer square root encloses each root. If both ends of the enclosure round alike, that is the
-element. If not, terms whose radicands differ by the square of a rational are merged. Square roots of
-integers of which no two do so are linearly independent over the rationals (Besicovitch, J. London
-Math. Soc. 15 (1940) 3). So the merged sum is rational, and compared exactly, or irrational, and no
-tie: more bits decide it.
+An integer square root encloses each root. If both ends of the enclosure of a number round alike, that is the result. If
+not, terms whose radicands differ by the square of a rational are merged. Square roots of integers of which no two do so are
+linearly independent over the rationals (Besicovitch, J. London Math. Soc. 15 (1940) 3). So the merged sum is rational, and
+compared exactly, or irrational, and no tie: more bits decide it.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from operator import lshift, mul
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import numpy as np
 
-from stablenorm.formats import Format, format_of
-from stablenorm.types import Array, Norm
+from stablenorm.formats import format_of
+from stablenorm.records import Array, Norm
+from stablenorm.reference.equations import FLOAT64, round_to
 
-# Bits of a root and of a factor at first: enough for everything but ties and exact results.
-_BITS, _FIRST = 128, 192
+# The least exponent of a float64 with 53 digits, and the bits after the point of numbers.
+_LEAST = -1073
+BITS = 53 - _LEAST
 
-# Primes for `_kind`: by 30 of them, hardly two of 2**15 radicands are compared in vain.
-_PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
-
-
-class Root(NamedTuple):
-    """``1 / sqrt(radicand)``, which lies from `floor` to ``floor + 1`` in units of ``2**-bits``."""
-
-    radicand: int
-    bits: int
-    floor: int
-    # The square root of the radicand where that is an integer, and 0 elsewhere.
-    whole: int
+# Bits of a root at first: enough for everything but ties and exact results.
+_OF_ROOT = 128
 
 
-# An integer, and the root that it is multiplied by.
-Term = tuple[int, Root]
+class Number(dict[int, Any]):
+    """A number: its factors by their radicands. That of 0 is what infinities and NaN add up to, which then is the number."""
+
+    def __iadd__(self, other: dict[int, Any]) -> Self:
+        for radicand, factor in other.items():
+            self[radicand] = self.get(radicand, 0) + factor
+        return self
+
+    def __add__(self, other: dict[int, Any]) -> "Number":
+        return Number(self).__iadd__(other)
 
 
-def root_of(radicand: int, bits: int = _BITS) -> Root:
-    whole = math.isqrt(radicand)
-    bits += whole.bit_length()
-    floor = math.isqrt((1 << 2 * bits) // radicand)
-    return Root(radicand, bits, floor, whole if whole * whole == radicand else 0)
+def integers_of(values: Array, least: int = _LEAST) -> list[int]:
+    """Return float64 numbers in units of ``2**(least - 53)``, 0 for infinities and NaN; none has a lesser exponent."""
+    mantissas, exponents = np.frexp(np.where(np.isfinite(values), values, 0.0))
+    whole = np.ldexp(mantissas, 53).astype(np.int64)
+    return list(map(lshift, whole.tolist(), (exponents - least).tolist()))
 
 
-# ---- float64 numbers as integers ----
+def plus(numbers: list[Number], values: Array) -> list[Number]:
+    """Add float64 numbers to numbers, and return these."""
+    terms = zip(integers_of(values), values.tolist(), strict=True)
+    for number, (integer, value) in zip(numbers, terms, strict=True):
+        number += {1: integer} if math.isfinite(value) else {0: value}  # noqa: PLW2901 - in place
+    return numbers
 
 
-def integers_of(values: Array) -> tuple[list[int], int]:
-    """Return integers and one exponent of two for all."""
-    mantissa, exponent = np.frexp(values)
-    whole = np.ldexp(mantissa, 53).astype(np.int64)
-    # Strip the zero bits that all of them end in: short integers are quicker.
-    every = int(np.bitwise_or.reduce(whole))
-    zeros = max((every & -every).bit_length() - 1, 0)
-    least = exponent[whole != 0].min(initial=2000)
-    shifts = np.where(whole == 0, 0, exponent - least).tolist()
-    return list(map(lshift, (whole >> zeros).tolist(), shifts)), int(least) - 53 + zeros
+def numbers_of(values: Array) -> list[Number]:
+    """Return float64 numbers."""
+    return plus([Number() for _ in values], values)
 
 
 class Row:
-    """A row as the module docstring names it; `shift` is ``scale - q``."""
+    """A row as the module docstring names it; p is 0 for a row that has no norm."""
 
-    __slots__ = ("integers", "n", "norm", "q", "radicand", "scale", "shift", "total")
+    def __init__(self, x: Array, norm: Norm):
+        self.x, self.n, self.is_layer, self.p = x, len(x), norm.kind == "layer", 0
+        wide = x.astype(np.float64)
+        self.least, self.is_finite = int(np.frexp(wide)[1].min()), bool(np.isfinite(wide).all())
+        if not self.is_finite:
+            return
+        integers = integers_of(wide, self.least)
+        # Rows that differ by a factor have the same root.
+        self.common = math.gcd(*integers) or 1
+        integers = [v // self.common for v in integers]
+        self.total, exponent = sum(integers) if self.is_layer else 0, self.least - 53
+        self.unit, (eps, below) = self.common * Fraction(2) ** exponent, norm.eps.as_integer_ratio()
+        half = max(exponent + below.bit_length() // 2, 0)
+        self.s = self.common << half if eps else 1
+        self.p = self.s**2 * (self.n * sum(map(mul, integers, integers)) - self.total**2)
+        self.p += self.n**2 * eps << 2 * (half - exponent) - below.bit_length() + 1
 
-    def __init__(self, x: Array, norm: Norm, keep: bool = True) -> None:
-        self.norm, (self.integers, self.scale) = norm, integers_of(x)
-        self.n, self.total = len(x), sum(self.integers) if norm.kind == "layer" else 0
-        squares = sum(map(mul, self.integers, self.integers))
-        numerator, denominator = norm.eps.as_integer_ratio()
-        t = 1 - denominator.bit_length()
-        self.q = min(self.scale, t // 2) if numerator else self.scale
-        self.shift = self.scale - self.q
-        self.radicand = (self.n * squares - self.total**2) << 2 * self.shift
-        self.radicand += self.n**2 * numerator << max(t - 2 * self.q, 0)
-        if not keep:
-            self.integers = []
+    def centered(self, columns: Any) -> list[int]:
+        """Return C of some columns."""
+        integers = integers_of(self.x[columns].astype(np.float64), self.least)
+        return [self.n * (v // self.common) - self.total for v in integers]
 
+    def times_xhat(self, values: Array, columns: Any = slice(None)) -> list[Number]:
+        """Return the products of float64 numbers and xhat of some columns."""
+        if not self.p:
+            return [Number({0: math.nan}) for _ in values]
+        centered = self.centered(columns)
+        both = zip(integers_of(values), centered, strict=True)
+        products = [Number({self.p: self.s * v * c}) for v, c in both]
+        for i in np.flatnonzero(~np.isfinite(values)).tolist():
+            # An infinity takes the sign of xhat; times 0 it is NaN.
+            products[i] = Number({0: float(values[i]) * ((centered[i] > 0) - (centered[i] < 0))})
+        return products
 
-# ---- rows ----
+    def dx(self, dy: Array, gamma: Array) -> list[Number]:
+        """Return dx of the row."""
+        if not (self.p and np.isfinite(gamma).all() and np.isfinite(dy).all()):
+            return [Number({0: math.nan}) for _ in dy]
+        n, p, g = self.n, self.p, list(map(mul, integers_of(gamma), integers_of(dy)))
+        centered, total = self.centered(slice(None)), sum(g) if self.is_layer else 0
+        inner = self.s**2 * sum(map(mul, g, centered))
+        # A product of two numbers has twice the bits after the point: half of them are a factor of what is below.
+        above, below = (self.s / self.unit / 2**BITS).as_integer_ratio()
+        root, both = p**3 * below**2, zip(g, centered, strict=True)
+        return [Number({root: above * ((n * v - total) * p - c * inner)}) for v, c in both]
 
-
-def statistics(row: Row) -> tuple[float, float]:
-    """Return the mean, 0 of RMS norm, and rstd of a row, each rounded once to float64."""
-    form = format_of(np.dtype(np.float64))
-    mean = nearest([(row.total, root_of(row.n**2))], row.scale, form)
-    return mean, nearest([(row.n, root_of(row.radicand))], -row.q, form)
-
-
-def signs(row: Row) -> Array:
-    """Return the signs of xhat: -1, 0 or 1."""
-    return np.array([np.sign(row.n * integer - row.total) for integer in row.integers], float)
-
-
-def y_row(row: Row, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
-    """Return y of a row, rounded once."""
-    scale, exponent = integers_of(gamma)
-    factors = [g * (row.n * v - row.total) for g, v in zip(scale, row.integers, strict=True)]
-    return _rounded(beta, factors, root_of(row.radicand), exponent + row.shift, dtype)
-
-
-def dx_row(dy: Array, row: Row, gamma: Array, dtype: np.dtype[Any], dsum: Array) -> Array:
-    """Return dx of a row, plus dsum; each element is rounded once."""
-    (scale, exponent), (cotangent, r) = integers_of(gamma), integers_of(dy)
-    n, radicand, integers = row.n, row.radicand, row.integers
-    g = list(map(mul, scale, cotangent))
-    total = sum(g) if row.norm.kind == "layer" else 0
-    inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
-    # The part of (n g - total) V - (n X - row.total) inner that all elements share.
-    same = row.total * inner - total * radicand
-    along, inner, unit = n * radicand, n * inner, r + exponent - row.q
-    factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]
-    return _rounded(dsum, factors, root_of(radicand**3), unit, dtype)
-
-
-def _rounded(
-    offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any]
-) -> Array:
-    """Round ``offset + factor * root * 2**unit``, each once."""
-    (offsets, place), form = integers_of(offset), format_of(dtype)
-    # The first bits of factors nearly always decide; numbers out of range have thousands.
-    size = max(map(int.bit_length, factors), default=0)
-    cut = max(size - _FIRST, 0)
-    least = min(unit + cut - root.bits, place)
-    shift = unit + cut - root.bits - least
-    numbers = [
-        (number << place - least) + ((factor >> cut) * root.floor << shift)
-        for number, factor in zip(offsets, factors, strict=True)
-    ]
-    # The cut factor and the floor of the root are each less than 1 too small.
-    error = 2 << max(size - cut, root.floor.bit_length()) + shift
-    quick = dtype == np.float64
-    result = _floats(numbers, error, least) if quick else np.full(len(factors), np.nan)
-    lowest, one = min(unit, place), root_of(1)
-    for j in np.flatnonzero(np.isnan(result)).tolist():
-        value = None
-        # A rational sum is often a tie, which no enclosure decides.
-        if not root.whole:
-            value = _round(numbers[j] - error, numbers[j] + error, least, form)
-        if value is None:
-            terms = [(factors[j] << unit - lowest, root)]
-            if offsets[j]:
-                terms.append((offsets[j] << place - lowest, one))
-            value = nearest(terms, lowest, form)
-        result[j] = value
-    return result.astype(dtype)
+    def statistics(self) -> tuple[float, float, float]:
+        """Return the mean, what rounding takes from it, and rstd, each rounded once to float64."""
+        if not self.is_finite:
+            return math.nan, math.nan, math.nan
+        total, below = (self.total * self.unit / self.n).as_integer_ratio()
+        exact = [Number({below**2: total << BITS})]
+        mean = nearest(exact, FLOAT64)
+        (rest,) = nearest(plus(exact, -mean), FLOAT64)
+        if not self.p:
+            return mean[0], rest, math.inf
+        above, below = (self.n * self.s / self.unit).as_integer_ratio()
+        rstd = Number({self.p * below**2: above << BITS})
+        return mean[0], rest, nearest([rstd], FLOAT64)[0]
 
 
 # ---- rounding ----
 
 
-def _floats(numbers: list[int], error: int, unit: int) -> Array:
-    """Round what is within `error` of `numbers`, times ``2**unit``; NaN where the ends round differently."""
-    if max(map(int.bit_length, [*numbers, error])) > 1000:
-        # Such an integer may have no float64; of others, Python makes the nearest.
-        return np.full(len(numbers), np.nan)
-    low, high = (np.fromiter((v + end for v in numbers), float) for end in (-error, error))
-    result = np.ldexp(low, unit)
-    # A subnormal result would be rounded twice.
-    return np.where((low == high) & (np.abs(result) >= 2.0**-1022), result, np.nan)
+def nearest(numbers: Sequence[Number], dtype: np.dtype[Any]) -> Array:
+    """Round each number once, to nearest, ties to even."""
+    result: Array = np.empty(len(numbers), dtype)
+    places, bits, digits = np.arange(len(numbers)), _OF_ROOT, format_of(dtype).digits + 5
+    while len(places):
+        ends = np.array([_enclosed(number, bits, digits) for number in numbers])
+        low, high = (round_to(end.copy(), dtype) for end in ends.T)
+        result[places] = low
+        of_bits = f"u{dtype.itemsize}"
+        uncertain = np.flatnonzero(low.view(of_bits) != high.view(of_bits))
+        places, bits = places[uncertain], 2 * bits
+        numbers = [_merged(numbers[i]) for i in uncertain.tolist()]
+    # There is one NaN.
+    result[np.isnan(result)] = np.nan
+    return result
 
 
-def nearest(terms: Sequence[Term], unit: int, form: Format) -> float:
-    """Round the sum of `terms`, times ``2**unit``, to a format."""
-    bits, merged = _BITS, None
-    while (value := _round(*_enclosed(terms, unit), form)) is None:
-        if merged is None:
-            merged, unit = _merged(terms, unit)
-        else:
-            bits *= 2
-        terms = [(factor, root_of(radicand, bits)) for factor, radicand in merged]
-    return value
+def _enclosed(number: Number, bits: int, digits: int) -> tuple[float, float]:
+    """Return a number rounded to odd, once from below and once from above; the same if it is exact."""
+    if 0 in number:
+        return number[0], number[0]
+    places = bits + max(number, default=0).bit_length() // 2
+    middle = error = 0
+    for radicand, factor in number.items():
+        root, rest = _root(radicand, places)
+        middle += factor * root
+        error += abs(factor) * rest
+    places += BITS
+    return _to_odd(middle - error, places, digits), _to_odd(middle + error, places, digits)
 
 
-def _enclosed(terms: Sequence[Term], unit: int) -> tuple[int, int, int]:
-    """Return integers below and above the sum, the same where it is exact, and their unit."""
-    bits = max([root.bits for _, root in terms], default=0)
-    low = high = 0
-    for factor, (radicand, places, floor, whole) in terms:
-        if radicand == 1:
-            least = most = factor << places
-        elif whole:
-            least, rest = divmod(factor << places, whole)
-            most = least + 1 if rest else least
-        else:
-            least = factor * floor
-            least, most = (least, least + factor) if factor > 0 else (least + factor, least)
-        low += least << bits - places
-        high += most << bits - places
-    return low, high, unit - bits
+def _to_odd(number: int, places: int, digits: int) -> float:
+    """Return ``number / 2**places`` in float64; with more than the digits, the last is odd, as in `round_to`."""
+    cut = max(number.bit_length() - digits, 0)
+    kept = number >> cut
+    kept |= kept << cut != number
+    point = places - cut
+    # A quotient of integers is rounded once, also if it is subnormal.
+    return kept / (1 << point) if point > 0 else float(np.ldexp(float(kept), -point))
 
 
-def _round(low: int, high: int, unit: int, form: Format) -> float | None:
-    """Round an enclosed number to a format, ties to even; None if the ends round differently."""
-    negative = low + high < 0
-    if negative:
-        low, high = -high, -low
-    if low < 0 or low == 0 < high:
-        return None
-    # The grid at the lower end is no coarser than that at the upper.
-    top = low.bit_length() + unit
-    ulp = (top if top > form.emin else form.emin + 1) - form.digits
-    places = ulp - 1 - unit
-    if places > 0:
-        halves = low >> places
-        same, sharp = high >> places == halves, halves << places == low
-    else:
-        halves, same, sharp = low << -places, low == high, True
-    # A lower end on a midpoint leaves open whether the number is a tie.
-    if not same or (sharp and halves & 1 and low < high):
-        return None
-    steps = halves >> 1 if sharp and halves & 3 == 1 else halves + 1 >> 1
-    # Zero is finite whatever its unit.
-    finite = not steps or steps.bit_length() + ulp <= form.emax + 1
-    value = math.ldexp(steps, ulp) if finite else math.inf
-    return -value if negative else value
+@functools.lru_cache(1 << 14)
+def _root(radicand: int, places: int) -> tuple[int, int]:
+    """Return ``2**places / sqrt(radicand)`` rounded down, and 1, or 0 if that is exact."""
+    root = math.isqrt((1 << 2 * places) // radicand)
+    return root, int(root * root * radicand != 1 << 2 * places)
 
 
-def _merged(terms: Sequence[Term], unit: int) -> tuple[list[tuple[int, int]], int]:
-    """Return factors and independent radicands of the sum, 1 of its rational part if that is dyadic; and their unit."""
-    rational = Fraction(0)
-    kinds: dict[tuple[int, ...], dict[int, Fraction]] = {}
-    for factor, (radicand, _, _, whole) in terms:
-        if whole:
-            rational += Fraction(factor, whole)
-            continue
-        alike = kinds.setdefault(_kind(radicand), {})
-        for other in alike:
+def _merged(number: Number) -> Number:
+    """Return a number as a sum over radicands of which no two differ by the square of a rational."""
+    factors = {1: Fraction(0)}
+    for radicand, factor in number.items():
+        for other in (*factors, radicand):
             root = math.isqrt(other * radicand)
             if root * root == other * radicand:
                 # 1 / sqrt(radicand) = root / radicand / sqrt(other).
-                alike[other] += Fraction(factor * root, radicand)
+                factors[other] = factors.get(other, Fraction(0)) + Fraction(factor * root, radicand)
                 break
-        else:
-            alike[radicand] = Fraction(factor)
-    merged = [
-        (factor.numerator, radicand * factor.denominator**2)
-        for alike in kinds.values()
-        for radicand, factor in alike.items()
-        if factor
-    ]
-    whole, divisor = rational.as_integer_ratio()
-    if divisor & (divisor - 1):
-        # A rational that is not dyadic is no tie either.
-        return [*merged, (whole, divisor**2)], unit
-    places = divisor.bit_length() - 1
-    others = [(factor << places, radicand) for factor, radicand in merged]
-    return [(whole, 1), *others], unit - places
-
-
-def _kind(radicand: int) -> tuple[int, ...]:
-    """Return an invariant of all radicands that differ by the square of a rational."""
-    residues = []
-    for p in _PRIMES:
-        while radicand % (p * p) == 0:
-            radicand //= p * p
-        # Euler's criterion: 1 of squares modulo p, p - 1 of others.
-        residues.append(pow(radicand, p // 2, p))
-    return tuple(residues)
+    return Number({key * f.denominator**2: f.numerator for key, f in factors.items() if f})

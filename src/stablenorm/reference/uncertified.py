@@ -1,37 +1,46 @@
 """
-The lowest rung: integers do the rows and columns that float64 and pairs cannot certify.
+The rows and columns that float64 and pairs cannot certify, done with integers.
 
 With ``rounding="nearest"``, kernels send rows and columns here whose bounds contain a midpoint, ties above all; the NumPy
 backend sends all. With any rounding, both send the rows that are out of range.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from stablenorm.call import Backward, Forward
-from stablenorm.reference import exact
-from stablenorm.reference.equations import BLOCK, FLOAT64
-from stablenorm.reference.sums import ExactSum, as_partial, decide, merged, rounded, split
-from stablenorm.types import Array, Norm, Statistics
+from stablenorm.records import Array, Statistics
+from stablenorm.reference.equations import BLOCK, FLOAT64, widened
+from stablenorm.reference.exact import Number, Row, nearest, numbers_of, plus
+from stablenorm.reference.sums import PARTIAL, as_partial, merged, rounded
 
 
 @np.errstate(all="ignore")
 def finish_forward(call: Forward, rows: Array, stats: Statistics | None, lost: Any) -> None:
     """Write y of these rows, and the statistics of those that are `lost`."""
+    n, norm = call.x.shape[1], call.norm
+    gamma, beta = widened(norm.gamma, np.ones(n)), widened(norm.beta, np.zeros(n))
     for i in rows.tolist():
-        row, x = _row_of(call.x[i], call.norm)
-        gamma, beta = _parameters(call)
-        call.y[i] = _affine(row, gamma, beta, call.y.dtype)
+        row = Row(call.x[i], norm)
+        call.y[i] = nearest(plus(row.times_xhat(gamma), beta), call.y.dtype)
         if stats is None or not lost[i]:
             continue
-        mean, stats.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
-        if not np.isfinite(x).all():
-            mean = stats.rstd[i] = np.nan
-        for word, value in ((stats.mean, mean), (stats.mean_lo, 0.0), (stats.mean_tail, 0.0)):
+        mean, rest, stats.rstd[i] = row.statistics()
+        for word, value in ((stats.mean, mean), (stats.mean_lo, rest), (stats.mean_tail, 0.0)):
             if word is not None:
                 word[i] = value
+
+
+@np.errstate(all="ignore")
+def write_dx(call: Backward, rows: Array) -> None:
+    """Write dx of some rows."""
+    gamma = widened(call.norm.gamma, np.ones(call.x.shape[1]))
+    for i in rows.tolist():
+        dx = Row(call.x[i], call.norm).dx(call.dy[i].astype(np.float64), gamma)
+        if call.dsum is not None:
+            dx = plus(dx, call.dsum[i].astype(np.float64))
+        call.dx[i] = nearest(dx, call.dx.dtype)
 
 
 @np.errstate(all="ignore")
@@ -39,25 +48,26 @@ def finish_sums(call: Backward, columns: Array, unsummed: Array, partial: Any) -
     """
     Write the uncertified `columns` of dgamma and dbeta, two rows of bool.
 
-    With `unsummed` rows, write all columns: `partial` are the sums over all rows but these.
+    With `partial` sums, write all columns: these are over all rows but the `unsummed` ones.
     """
     for k, total in enumerate((call.dgamma, call.dbeta)):
         if total is None:
             continue
         uncertified = columns[k]
-        if unsummed.size:
+        if partial is not None:
             part = _with_rows(call, k, unsummed, partial[k])
-            if call.partial:
+            if total.dtype == PARTIAL:
                 total[...] = part
                 continue
             total[...], uncertified = rounded(part, total.dtype)
             # A sum of 0 may lack terms that underflowed.
-            uncertified |= part["high"] == 0
-        if call.partial:
+            uncertified |= (part["high"] == 0) & (len(unsummed) > 0)
+        if total.dtype == PARTIAL:
             # The caller merges these, finds them uncertified, and asks for exact sums.
             total["error"][uncertified] = np.inf
         else:
-            decide(total, exact_sums(call, k, np.flatnonzero(uncertified)))
+            some = np.flatnonzero(uncertified)
+            total[some] = nearest(exact_sums(call, k, some), total.dtype)
 
 
 def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array:
@@ -67,98 +77,25 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
         low: Any = 0.0
         error: Any = 0.0
         if which == 0:
-            # dy xhat in two words: y with dy in the place of gamma, then what rounding took from it.
-            row = _row_of(call.x[i], call.norm)[0]
-            high = _affine(row, dy, np.zeros_like(dy), FLOAT64)
-            low = _affine(row, dy, -high, FLOAT64)
+            # dy xhat in two words: what rounding took from the first is the second.
+            terms = Row(call.x[i], call.norm).times_xhat(dy)
+            high = nearest(terms, FLOAT64)
+            low = nearest(plus(terms, -high), FLOAT64)
             error = np.abs(high) * 2.0**-104 + 2.0**-1070
         partial = merged(partial, as_partial(high, low, error))
     return partial
 
 
-@np.errstate(all="ignore")
-def write_dx(call: Backward, rows: Array) -> None:
-    """Write dx of some rows."""
-    gamma, _ = _parameters(call)
-    for i in rows.tolist():
-        row, _ = _row_of(call.x[i], call.norm)
-        dy = call.dy[i].astype(np.float64)
-        if row is None or not (np.isfinite(gamma).all() and np.isfinite(dy).all()):
-            call.dx[i] = np.nan
-            continue
-        dsum = np.zeros_like(dy) if call.dsum is None else call.dsum[i].astype(np.float64)
-        finite, infinite = split(dsum)
-        result = exact.dx_row(dy, row, gamma, call.dx.dtype, finite)
-        call.dx[i] = np.where(infinite == 0, result, infinite)
-
-
-def xhat_row(x: Array, norm: Norm) -> Array:
-    """Return xhat of a row in float64."""
-    return _affine(_row_of(x, norm)[0], np.ones(len(x)), np.zeros(len(x)), FLOAT64)
-
-
-def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int, ExactSum]]:
-    """Yield columns of dgamma (0) or dbeta (1), and their exact sums."""
-    dy, x = call.dy, call.x
-    known: dict[int, Any] = {}
-    # An infinite rstd does not tell that a row has no norm: it may have left the range of float64.
-    lost = ~np.isfinite(call.statistics.rstd)
-    for i in np.flatnonzero(lost).tolist() if which == 0 and columns.size else ():
-        lost[i] = _row_of(x[i], call.norm)[0] is None
-    step = max(1, BLOCK // max(len(x), 1))
-    for block in (columns[start : start + step] for start in range(0, len(columns), step)):
-        values = dy[:, block].astype(np.float64)
-        if which == 0:
-            values[lost] = np.nan
-        are_nan: Any = np.isnan(values).any(axis=0).tolist()
-        pairs = zip(block.tolist(), values.T, x[:, block].T, are_nan, strict=True)
-        for j, column, other, is_nan in pairs:
-            if is_nan:
-                yield j, ExactSum(0, {}, np.nan)
-                continue
-            if which == 1:
-                yield j, ExactSum.of_numbers(column)
-                continue
-            # Rows with infinity decide alone.
-            infinite = np.isinf(column)
-            rows = np.flatnonzero(infinite if infinite.any() else column).tolist()
-            for i in rows:
-                if i not in known:
-                    # Without the integers, which would fill the memory for many rows.
-                    known[i] = _row_of(x[i], call.norm, keep=False)[0]
-            others = other[rows].astype(np.float64)
-            yield j, ExactSum.of_products(column[rows], others, [known[i] for i in rows])
-
-
-# ---- one row ----
-
-
-def _row_of(x: Array, norm: Norm, keep: bool = True) -> tuple[exact.Row | None, Array]:
-    """Return a row, None if it has no norm, and its elements in float64."""
-    x = x.astype(np.float64)
-    row = exact.Row(x, norm, keep) if np.isfinite(x).all() else None
-    # A row without variance has no norm if eps is 0.
-    return row if row and row.radicand else None, x
-
-
-def _parameters(call: Any) -> list[Array]:
-    """Return gamma and beta in float64."""
-    n, given = call.x.shape[1], (call.norm.gamma, call.norm.beta)
-    return [
-        np.full(n, default) if value is None else value.reshape(n).astype(np.float64)
-        for value, default in zip(given, (1.0, 0.0), strict=True)
-    ]
-
-
-def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
-    """Return y of a row; infinite gamma and beta, and NaN, follow the extended reals."""
-    if row is None:
-        return np.full(len(gamma), np.nan, dtype)
-    (scale, far), (shift, away) = split(gamma), split(beta)
-    result = exact.y_row(row, scale, shift, dtype)
-    if far.any() or away.any():
-        # The sign of xhat decides that of an infinite product; 0 * inf is NaN, of which there is one.
-        extended = np.where(far == 0, 0.0, far * exact.signs(row)) + away
-        odd = (far != 0) | (away != 0)
-        result[odd] = np.where(np.isnan(extended), np.nan, extended)[odd]
-    return result
+def exact_sums(call: Backward, which: int, columns: Array) -> list[Number]:
+    """Return the exact sums, dgamma (0) or dbeta (1), of these columns."""
+    sums = [Number() for _ in columns]
+    rows = [Row(x, call.norm) for x in call.x] if which == 0 and len(columns) else []
+    # Columns that are done together: their numbers have a term for each row.
+    step = max(1, BLOCK // max(len(call.x), 1))
+    for start in range(0, len(columns), step):
+        some = columns[start : start + step]
+        for i, dy in enumerate(call.dy[:, some].astype(np.float64)):
+            terms = rows[i].times_xhat(dy, some) if rows else numbers_of(dy)
+            for j, term in enumerate(terms):
+                sums[start + j] += term
+    return sums

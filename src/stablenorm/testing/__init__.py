@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import FORMATS, Format, parse
+from stablenorm.records import Array
 from stablenorm.testing.families import FAMILIES, Case, Family, make_case
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.types import Array
 
 __all__ = [
     "FAMILIES", "Case", "Family", "NearMidpoint", "digest", "digest_inputs", "make_case",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import FLOAT16, Format, format_of, parse
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 Random = np.random.Generator
 Parts = dict[str, Any]

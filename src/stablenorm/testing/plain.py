@@ -7,7 +7,7 @@ underflow, and sums over rows in the dtype of the data.
 
 import numpy as np
 
-from stablenorm.types import Array
+from stablenorm.records import Array
 
 Maybe = Array | None
 Cache = tuple[Maybe, Array, Array]
