@@ -83,8 +83,8 @@ State close_columns(Call& c, int threads) {
     c.scratch.bytes = 2 * c.n * (Index)sizeof(Index);
     Index* columns = (Index*)memory::take((size_t)c.scratch.bytes);
     if (!columns) return NO_MEMORY;
-    // Strips shall not scatter dx again.
-    c.y = {};
+    // Only x and dy are read: strips shall not scatter dx again.
+    c.y = c.plus = Rows{};
     for (bool in_pairs : {false, true}) {
         if (!list_open(c, columns)) break;
         c.open.in_pairs = in_pairs;
