@@ -4,7 +4,7 @@ comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 # The files whose docstrings are the reference.
-PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/norms.py layer.py memory.py cli/__init__.py testing/__init__.py testing/families.py testing/plain.py threads.py oracle/__init__.py oracle/exact.py check/gradients.py check/norms.py check/results.py cost.py diagnosis/__init__.py diagnosis/methods.py)
+PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/norms.py layer.py memory.py cli/__init__.py testing/asserts.py testing/families.py testing/fixed.py testing/judge.py testing/limits.py testing/plain.py threads.py oracle/__init__.py oracle/exact.py check/gradients.py check/norms.py check/results.py cost.py diagnosis/__init__.py diagnosis/methods.py)
 
 .PHONY: help run test lint accuracy clean
 
@@ -132,6 +132,13 @@ bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; ARGS=--rend
 .PHONY: stability
 stability: $(BENCH)/.done  ## what the peers lose on hard inputs, into docs: 2 min
 	$(BENCH)/bin/python benchmarks/stability.py
+
+.PHONY: scorecard judge
+scorecard: $(BENCH)/.done  ## what the peers lose, held against limits that follow, into docs: 1 min
+	$(BENCH)/bin/python benchmarks/scorecard.py $(ARGS)
+
+judge: $(VENV)/.dev  ## the gates of the judge of kernels, into docs: 10 min
+	PYTHONPATH=tests $(BIN)/python benchmarks/judge.py $(ARGS)
 
 $(BENCH)/.shootout: $(BENCH)/.done
 	-$(BENCH_PIP) autograd

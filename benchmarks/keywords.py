@@ -1,8 +1,9 @@
 """
 The cost of keywords, and of calls of other layouts, beside the plain call: `make keywords`, and at the end of `make bench`.
 
-Times each call, the plain call beside it, and NumPy around plain calls that gives the same result. Writes
-benchmarks/results/keywords.json, the last part of docs/evidence/performance.md and a table of CONTRIBUTING.md.
+Times each call, the plain call beside it, and NumPy around plain calls that gives the same result; and axis 1 beside
+the last axis, plain NumPy and, where it is installed, PyTorch. Writes benchmarks/results/keywords.json, the last part
+of docs/evidence/performance.md, a table of CONTRIBUTING.md and a sentence of README.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cases import BEYOND, IN_CACHE
 from page import DOCS, ROOT, digits, keep, medians, origin, origin_line, put, seconds, table
+from peers import EPS, load_peers
 
 import stablenorm as sn
 from stablenorm.timing import make_problem
@@ -22,6 +24,8 @@ from stablenorm.timing import make_problem
 THREADS = 2
 # The shape of x with samples; the 64k elements of a sample are 10 us of work.
 SAMPLES = (64, 64, 1024)
+# Channels before positions: (batch, channels, positions), float32.
+IMAGES = (16, 512, 768), (1, 512, 128)
 KERNELS, FUNCTIONAL = "in the kernels", "around plain calls"
 
 Call = Callable[[], Any]
@@ -146,19 +150,11 @@ def deviations() -> Iterator[Comparison]:
     yield Comparison(f"{title}, backward", wide_pull, pull2)
 
     gaps = make_problem((256, 2048), "float32")[0][:, ::2]
-    by_copies = lambda x: np.ascontiguousarray(
-        norm(np.ascontiguousarray(x.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
-    )
     yield Comparison(
         "(256, 1024), every second element: over a copy first",
         lambda: norm(gaps, gamma2, beta2),
         lambda: norm(np.ascontiguousarray(gaps), gamma2, beta2),
     )
-    for shape in ((8, 256, 56, 56), (8, 64, 32, 32)):
-        images = make_problem(shape, "float32")[0]
-        title = f"{shape}, `axis=1`: over two copies around the call"
-        yield Comparison(title, partial(norm, images, axis=1), partial(by_copies, images))
-
     x3, gamma3, beta3, *_ = make_problem((4096, 1024), "float64")
     nan, huge = x3.copy(), x3.copy()
     nan[7, 7] = np.nan
@@ -177,8 +173,62 @@ def deviations() -> Iterator[Comparison]:
     yield Comparison(title, hard_pull, pull4)
 
 
+def over_axis_1(shape: tuple[int, ...], torch: Any) -> dict[str, dict[str, Call]]:
+    """Return the calls over axis 1 by direction and name; results lie in memory as x does."""
+    batch, n, positions = shape
+    last = make_problem((batch, positions, n), "float32")
+    x, dy = (np.ascontiguousarray(array.swapaxes(1, 2)) for array in (last.x, last.dy))
+    gamma, beta = last.gamma, last.beta
+    columns, shifts = gamma[:, None], beta[:, None]
+
+    def forward() -> Any:
+        """Normalize as one writes it in NumPy."""
+        centered = x - x.mean(axis=1, keepdims=True)
+        rstd = 1 / np.sqrt((centered * centered).mean(axis=1, keepdims=True) + np.float32(EPS))
+        xhat = centered * rstd
+        return columns * xhat + shifts, (xhat, rstd)
+
+    _, (xhat, rstd) = forward()
+
+    def backward() -> Any:
+        g = columns * dy
+        mean_g, slope = (v.mean(axis=1, keepdims=True) for v in (g, g * xhat))
+        return rstd * (g - mean_g - xhat * slope), (dy * xhat).sum(axis=(0, 2)), dy.sum(axis=(0, 2))
+
+    of_last = last.x, gamma, beta, last.dy
+    calls: dict[str, dict[str, Call]] = {
+        "forward": {
+            "axis=1": lambda: sn.layer_norm_forward(x, gamma, beta, axis=1),
+            "as many rows along the last axis": lambda: sn.layer_norm_forward(*of_last[:3]),
+            "plain NumPy": forward,
+        },
+        "backward": {
+            "axis=1": backward_of(x, gamma, beta, dy, axis=1),
+            "as many rows along the last axis": backward_of(*of_last),
+            "plain NumPy": backward,
+        },
+    }
+    if torch:
+        # As its users write it: axes exchanged before and after.
+        views = last._replace(x=x.swapaxes(1, 2), dy=dy.swapaxes(1, 2))
+        theirs = torch.make(views, EPS)
+        for direction, call in (("forward", theirs.forward), ("backward", theirs.backward)):
+            calls[direction]["PyTorch"] = lambda f=call: f()[0].transpose(1, 2).contiguous()  # type: ignore[misc]
+    return calls
+
+
+def measure_axis_1() -> list[Any]:
+    """Return shape, direction and the seconds of each call over axis 1, by name."""
+    peers, _ = load_peers(["PyTorch"], THREADS)
+    return [
+        (shape, direction, dict(zip(calls, medians(calls), strict=True)))
+        for shape in IMAGES
+        for direction, calls in over_axis_1(shape, peers[0] if peers else None).items()
+    ]
+
+
 def measure() -> dict[str, Any]:
-    """Time all comparisons in turns; return title, place, and seconds of call, plain and around."""
+    """Time all comparisons in turns; return title, place, and seconds of call, plain and around; and axis 1."""
     sn.set_num_threads(THREADS)
     ways = []
     residuals = (way for shape in IN_CACHE[2:] + BEYOND for way in residual(shape))
@@ -186,7 +236,7 @@ def measure() -> dict[str, Any]:
         present: Any = {i: call for i, call in enumerate(calls) if call is not None}
         times = dict(zip(present, medians(present), strict=True))
         ways.append((title, place, *map(times.get, range(3))))
-    return {"origin": origin(), "ways": ways}
+    return {"origin": origin(), "ways": ways, "axis_1": measure_axis_1()}
 
 
 def page(results: dict[str, Any]) -> str:
@@ -196,14 +246,37 @@ def page(results: dict[str, Any]) -> str:
          (plain and call / plain, around and around / call)))
         for title, _, call, plain, around in results["ways"]
     ]  # fmt: skip
+    names = list(results["axis_1"][0][2])
+    axis_1 = [
+        (f"{direction} of {tuple(shape)}", *(seconds(times[name]) for name in names))
+        for shape, direction, times in results["axis_1"]
+    ]
     return f"""float32 unless stated otherwise, {THREADS} threads, new arrays for the results. A ratio compares medians of calls
 that were timed in turns. "Over the plain call": the time of the call over that of a plain call on an x of this shape.
 "Time around plain calls / time here": the same result computed by NumPy around plain calls, over the time of the call.
+
+Over axis 1, results in the order of x; PyTorch normalizes the last axis, so axes are exchanged before and after:
+
+{table(("", *names), axis_1)}
 
 {table(("call", "time", "over the plain call", "time around plain calls / time here"), lines)}
 
 {origin_line("make keywords", results["origin"])}
 """
+
+
+def readme_sentence(results: dict[str, Any]) -> str:
+    """Return README's line on axis 1: times of the large shape, forward and backward together."""
+    shape = tuple(results["axis_1"][0][0])
+    both = [times for s, _, times in results["axis_1"] if tuple(s) == shape]
+    took = {name: sum(times[name] for times in both) for name in both[0]}
+    ours = took.pop("axis=1")
+    last = took.pop("as many rows along the last axis")
+    others = " and ".join(f"{name} {digits(t / ours)}" for name, t in took.items())
+    return (
+        f"- `axis=1` of {shape} takes {digits(ours / last)} times as long as as many rows along the last axis. "
+        f"Times over axis 1, stablenorm 1: {others}."
+    )
 
 
 def developers_table(results: dict[str, Any]) -> str:
@@ -222,3 +295,4 @@ if __name__ == "__main__":
     results = keep("keywords", __doc__, measure)
     put(DOCS / "evidence" / "performance.md", {"keywords": page(results)})
     put(ROOT / "CONTRIBUTING.md", {"keywords": developers_table(results)})
+    put(ROOT / "README.md", {"axis": readme_sentence(results)})

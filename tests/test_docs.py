@@ -208,8 +208,8 @@ def test_the_example_that_run_names_has_the_mistake_that_it_says(capsys):
 KERNEL_MISTAKES = [
     ("", "", ""),
     ("dgamma[j] += dy[j] * xhat;", "dgamma[j] += dy[j];", "test_gradients"),
-    ("of_g += (double)gamma[j] * dy[j] / n;", "of_g = 0;", "test_hard_inputs"),
-    ("double sum = 0", "float sum = 0", "test_hard_inputs"),
+    ("of_g += (double)gamma[j] * dy[j] / n;", "of_g = 0;", "test_digits"),
+    ("double sum = 0", "float sum = 0", "test_digits"),
 ]
 
 
@@ -218,7 +218,7 @@ def test_the_page_on_checking_a_kernel(right, wrong, test, tmp_path):
     """The kernel of the page compiles, and its tests find mistakes in it."""
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
-    texts = {language: [text for kind, text in blocks("how-to/check-a-kernel") if kind == language]
+    texts = {language: [text for kind, text in blocks("how-to/test-a-kernel") if kind == language]
              for language in ("c", "python", "sh")}  # fmt: skip
     assert right in texts["c"][0]
     (tmp_path / "kernel.c").write_text(texts["c"][0].replace(right, wrong))

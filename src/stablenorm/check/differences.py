@@ -344,7 +344,11 @@ class Argument:
         worst = max(estimates, key=lambda e: (e.judged, e.z))
         index = None if worst.place is None else place_of(worst.place, shape)
         counts = len(elements), self.x.size, len(estimates) - len(elements), failing
-        rest = resolution, why, "secants", pattern
+        rest: tuple[Any, ...] = (resolution, why, "secants", pattern)
+        errors = np.full(self.x.size, np.nan)
+        for e in known:
+            errors[e.place] = e.actual - e.numeric
+        rest += (errors.reshape(shape),)
         result = ArgumentResult(self.name, verdict, *counts, index, *worst[:4], *rest)
         # Name three places at most.
         seen = ", ".join("a probe" if p is None else f"{place_of(p, shape)}" for p in bent[:3])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.differences import Argument
+from stablenorm.check.nested import flattened, is_nested
 from stablenorm.check.operation import (
     Backward,
     FaultError,
@@ -31,7 +32,7 @@ Outcome = tuple[list[ArgumentResult], list[Finding]]
 def check_gradients(
     forward: Callable[..., Any], backward: Backward, args: Sequence[Any],
     *, names: Sequence[str] | None = None, scales: Sequence[Any] | None = None, rng: Any = None,
-    probes: int = 3, max_elements: int = 64, progress: Progress | None = None,
+    probes: int = 3, max_elements: int = 64, noise: float = 0.0, progress: Progress | None = None,
 ) -> GradientReport:  # fmt: skip
     """
     Compare the gradients that `backward` returns with finite differences of `forward`.
@@ -50,7 +51,8 @@ def check_gradients(
     args : sequence of array or None
         Where to check: float16, bfloat16, float32 or float64, finite. Not modified. None is passed
         on, and its gradient not looked at. To check a float32 backward finely, give float64 arrays
-        here and let `backward` return float32 gradients.
+        here and let `backward` return float32 gradients. A dict or a list of arrays is checked array by
+        array; its gradient has its form.
     names : sequence of str, optional
         Names of the arguments in the report. Default: ``args[0]``, ``args[1]``, ...
     scales : sequence, optional
@@ -62,6 +64,9 @@ def check_gradients(
     probes, max_elements : int, default: 3 and 64
         An argument of at most `max_elements` is checked in all its elements, a larger one in 12 (first,
         last, ends of blocks, extremes, random) and along `probes` random directions.
+    noise : float, default: 0.0
+        How far apart the gradients of two equal calls may be, relative to the largest element: for a
+        backward that is known not to be deterministic, as one with atomic additions.
     progress : callable, optional
         Called as ``progress(done, total)``, which count derivatives.
 
@@ -107,8 +112,10 @@ def check_gradients(
     >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
     'FAIL'
     """
+    if any(map(is_nested, args)):
+        forward, backward, args, names = flattened(forward, backward, args, names)
     operation, (arrays, spans) = Operation(forward, backward), check_args(args, names, scales)
-    sound, refused, findings = begin(operation, arrays, spans, rng)
+    sound, refused, findings = begin(operation, arrays, spans, rng, noise)
     judged = _compare(sound, findings, probes, max_elements, progress) if sound else {}
     outcome = [refused[name] or judged[name] for name in arrays], findings
     about = [f"{n} {shape_text(a.shape)} {a.dtype}" for n, a in arrays.items() if a is not None]
@@ -161,7 +168,7 @@ def make_report(
 
 @np.errstate(all="ignore")
 def begin(
-    operation: Operation, args: Given, spans: dict[str, Array], rng: Any
+    operation: Operation, args: Given, spans: dict[str, Array], rng: Any, noise: float = 0.0
 ) -> tuple[list[Argument], dict[str, ArgumentResult | None], list[Finding]]:
     """Check the rules of a call; return the gradients that can be judged, the results of others, findings."""
 
@@ -171,6 +178,7 @@ def begin(
 
     try:
         loss = Loss(operation, args, spans, np.random.default_rng(rng))
+        loss.noise = noise
     except FaultError as fault:
         verdict: Verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
         operation.trace = fault.trace

@@ -389,10 +389,12 @@ def _decided(name: str, judged: list[Judged], why: str, view: _View) -> Argument
         places, shape = view.places.reshape(-1), view.shape
     seen = np.zeros(z.size, bool)
     seen[places] = wrong
+    errors = np.zeros(z.size)
+    errors[places] = np.reshape(one.actual - one.value, -1)
     actual, value, bound = (float(a.flat[worst]) for a in (one.actual, one.value, one.bound))
     index, pattern = place_of(int(places[worst]), shape), name_pattern(seen.reshape(shape))
     counts = z.size, z.size, 0, int(wrong.sum())
     return ArgumentResult(
         name, verdict, *counts, index, actual, value, bound, 0.0, one.resolution, message,
-        "closed form", pattern * one.wrong,
+        "closed form", pattern * one.wrong, errors.reshape(shape),
     )  # fmt: skip

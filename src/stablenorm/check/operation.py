@@ -214,6 +214,9 @@ def rms(values: Array, axis: int | None = None) -> Array:
 class Loss:
     """L = <u, forward(*args)>, seen through differences of outputs; `args`, and `spans`, by name."""
 
+    # How far gradients of one dy may be apart, relative to the largest.
+    noise = 0.0
+
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.operation, self.args, self.spans, self.rng = operation, args, spans, rng
         self.y_as_returned, self.cache = operation.forward(args)

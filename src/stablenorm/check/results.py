@@ -64,6 +64,9 @@ class ArgumentResult:
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
         elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
+    errors : array or None
+        What the backward returned less the right gradient, in float64 and of the argument's shape; NaN
+        where nothing was compared.
     """
 
     name: str
@@ -81,6 +84,7 @@ class ArgumentResult:
     message: str = ""
     method: str = "secants"
     pattern: str = ""
+    errors: Any = field(default=None, compare=False, repr=False)
 
     @property
     def judged(self) -> bool:
@@ -191,7 +195,15 @@ class GradientReport:
         no number for is a string that float() reads: "nan", "inf".
         """
         properties = {name: getattr(self, name) for name in ("verdict", "passed", "resolution")}
-        return dict(plain(properties | vars(self)))
+        figures = dict(plain(properties | vars(self)))
+        for argument in figures["arguments"]:
+            del argument["errors"]
+        return figures
+
+    @property
+    def errors(self) -> dict[str, Any]:
+        """The errors of the gradients that were compared, arrays by the names of the arguments."""
+        return {r.name: r.errors for r in self.arguments if r.errors is not None}
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""

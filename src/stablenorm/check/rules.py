@@ -24,6 +24,7 @@ _UNKNOWN = "the cache is overwritten by the next call, or not used: it cannot be
 
 def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> list[Finding]:
     """Check everything but the derivatives; without `backward`, the forward alone."""
+    noise = loss.noise
     modified = loss.operation.modified.get
     outputs = ({"y": loss.operation.forward(loss.args)[0]} for _ in range(1, _RUNS))
     pulled = _pulls(loss, arguments, [loss.dy] * _RUNS)
@@ -34,7 +35,7 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
          lambda: _differ({"y": loss.y_as_returned}, *outputs)),
         ("the backward leaves dy, the cache and the arguments alone", "", lambda: modified("backward", "")),
         ("the backward is deterministic, and a cache can be used twice",
-         "a second call of the backward gives another result", lambda: _differ(*pulled)),
+         "a second call of the backward gives another result", lambda: _differ(*pulled, noise=noise)),
         ("the backward is linear in dy", "the backward is not linear in dy", lambda: _linear(loss, arguments)),
         ("the backward uses the cache that it is given", "", lambda: _uses_its_cache(loss, arguments)),
     ]  # fmt: skip
@@ -70,6 +71,7 @@ def widen_bounds(loss: Loss, arguments: list[Argument]) -> None:
         own = 1.5 * unit_roundoff(a.dtype) * rms(a.astype(np.float64), -1)
         # A measurement of few samples may be 16 times too small.
         allowed = np.minimum(16 * np.maximum(measured - own, 0), argument.explained)
+        allowed += loss.noise * np.max(np.abs(flat(a)), initial=0.0)
         argument.bounds += np.broadcast_to(allowed, a.shape).reshape(-1)
 
 
@@ -96,7 +98,8 @@ def _linear(loss: Loss, arguments: list[Argument]) -> str:
         made = np.where(far, flat(total), made).reshape(total.shape)
         # The bound allows any order of summation, and terms that cancel.
         bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * argument.explained
-        if said := _differ({argument.label: total}, {argument.label: made}, bound=bound):
+        made_of = {argument.label: made}
+        if said := _differ({argument.label: total}, made_of, bound=bound, noise=4 * loss.noise):
             return said
     return ""
 
@@ -121,7 +124,8 @@ def _uses_its_cache(loss: Loss, arguments: list[Argument]) -> str:
 
     def is_off(cache: Any) -> bool:
         with suppress(FaultError):
-            return bool(_differ(right, *_pulls(loss, arguments, [loss.dy], cache)))
+            pulled = _pulls(loss, arguments, [loss.dy], cache)
+            return bool(_differ(right, *pulled, noise=loss.noise))
         return True
 
     # Skip the rule if the operation is not defined at the moved arguments.
@@ -140,14 +144,17 @@ def _bound(a: Array) -> float:
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
-def _differ(first: dict[str, Array], *others: dict[str, Array], bound: float = 0.0) -> str:
-    """Say which results are apart by more than rounding, or `bound`, explains, and how far."""
+def _differ(
+    first: dict[str, Array], *others: dict[str, Array], bound: float = 0.0, noise: float = 0.0
+) -> str:
+    """Say which results are apart by more than rounding, or `bound`, and noise explain, and how far."""
     for name, one in first.items():
         for other in others:
             a, b = flat(as_array(name, other[name], one.shape)), flat(one)
             # NaN if exactly one of the two is NaN.
             apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-            z = np.max(apart, initial=0.0) / (bound or _bound(one))
+            allowed = (bound or _bound(one)) + noise * np.max(np.abs(b), initial=0.0)
+            z = np.max(apart, initial=0.0) / allowed
             if np.isnan(z):
                 return f"{name} is NaN in one of them"
             if z > 1:

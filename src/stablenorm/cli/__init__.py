@@ -21,7 +21,7 @@ from stablenorm.output import printable
 
 # Modules of this folder, in the order of --help. Each has run() and OPTIONS, which maps an option to its
 # help or to (help, changes of its row in `parts.TABLE`). The module's docstring is the command's help.
-_COMMANDS = "run", "diagnose", "check", "bench"
+_COMMANDS = "run", "diagnose", "check", "judge", "bench"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     try:
-        # Import only the command in use: all four take as long as NumPy, a tenth of a second.
+        # Import only the command in use: all of them take as long as NumPy, a tenth of a second.
         parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
         if not argv:
             parser.print_help()

@@ -11,6 +11,7 @@ examples:
   stablenorm check mine.py --class LayerNorm
   stablenorm check mine.py --init "LayerNorm(n, rng=None)"
   stablenorm check mine.py --kind rms
+  stablenorm check softmax.py --args "x=(4,8)"
   stablenorm check mine.py --axis 1 --shape 2 8 3 4
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
   stablenorm check mine.py --verbose --json check.json
@@ -38,6 +39,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -50,8 +52,10 @@ from stablenorm.check.norms import axes_of
 from stablenorm.check.operation import FaultError
 from stablenorm.check.roles import PARAMETERS, key_of
 from stablenorm.cli import parts
+from stablenorm.cli.by_hand import lines_by_hand
 from stablenorm.cli.child import run_apart, silence
 from stablenorm.cli.user_norm import Norm, UserFile, adapt_class, adapt_functions
+from stablenorm.cli.user_operation import check_operation, judge_forward
 from stablenorm.formats import parse
 from stablenorm.output import shape_text
 
@@ -76,6 +80,18 @@ OPTIONS = {
     ),
     "--kind": ("kind of the norm; default: the kind in its name, or layer", {"default": None}),
     "--axis": ("normalized axes; default: the last one, or those that y shows", {"default": None}),
+    "--args": (
+        'another operation than a norm: names and shapes of its arguments, as "x=(4,8)"',
+        {"metavar": "ARGS"},
+    ),
+    "--noise": (
+        "with --args: how far apart two equal calls of the backward may be, relative; default: 0",
+        {"type": float, "default": 0.0, "metavar": "R"},
+    ),
+    "--example": (
+        "after a FAIL, show a row of four integers that can be followed on paper",
+        {"action": "store_true"},
+    ),
     "--only": ("judge the gradient of x alone", {"choices": ("x",)}),
     "--gamma-offset": "number that the forward itself adds to gamma; default: 0",
     "--shape": "shape of x; default: 2 3 8, or another that the code accepts",
@@ -120,6 +136,9 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     file: Any = None
     try:
         file = UserFile(arguments.file)
+        other = check_operation if arguments.args else judge_forward
+        if checked := other(file, arguments):
+            return checked
         norm, data, axes, notes = _choose(file, arguments)
     except (FaultError, ValueError, TypeError) as error:
         text = " ".join(str(error).split())
@@ -157,6 +176,10 @@ def examine(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str, li
     content |= {n: vars(arguments)[n] for n in ("eps", "seed")} | {"report": report.as_dict()}
     lines = report.text(verbose=arguments.verbose).splitlines()
     lines += [f"  note: {note}" for note in notes if arguments.verbose]
+    if arguments.example and report.verdict == "FAIL":
+        # Code that wants other shapes has no example.
+        with suppress(Exception):
+            lines += lines_by_hand(_adapt(file, arguments, (2, 4), (-1,)), kind)
     return status, content, head, lines
 
 

@@ -1,5 +1,6 @@
 """The exact quantities of a norm, their rounded values, and the errors of arrays against them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,9 +11,27 @@ import numpy as np
 import numpy.typing as npt
 
 from stablenorm.oracle import rounding
-from stablenorm.oracle.rounding import Array, Interval, Vector, Verdict, format_of, read, require
+from stablenorm.oracle.rounding import (
+    ERROR_BITS,
+    Array,
+    Interval,
+    Vector,
+    Verdict,
+    format_of,
+    read,
+    require,
+)
 from stablenorm.oracle.rows import Magnitudes, Parts, Quantity, Row
-from stablenorm.oracle.surds import RATIONAL, T, enclose, exactly, merge, settle
+from stablenorm.oracle.surds import (
+    RATIONAL,
+    T,
+    enclose,
+    enclose_all,
+    enclose_root,
+    exactly,
+    merge,
+    settle,
+)
 
 # The limit and log2(c) of each quantity, those of float64 last. float64 arithmetic serves the three
 # narrower formats; pairs of float64 (u**2 = 2**-106), less what their tree sums lose, serve float64.
@@ -89,6 +108,8 @@ class ExactNorm:
         # Arguments by name. Vectors are common to all rows; a summand of dgamma or dbeta has the name
         # of its sum. Matrices differ from row to row: float64 (rows, n) or (rows, 1).
         self._vectors, self._matrices = vectors, matrices
+        # The last two rows: all quantities of a few rows are made of the same.
+        self._kept: dict[tuple[int, type[Row]], Row] = {}
 
     def __repr__(self) -> str:
         """Return the kind, the shape, and the quantities that can be asked for."""
@@ -132,6 +153,34 @@ class ExactNorm:
         fmt, shape = format_of(dtype, "dtype"), self._shape_of(name)
         values = self._decide(name, lambda _, interval: rounding.nearest(interval, fmt))
         return np.array(values, np.float64).reshape(shape).astype(dtype)
+
+    def floats(self, name: str) -> Array:
+        """
+        Return the values of a quantity in float64, within an ulp: five times as fast as `rounded`.
+
+        NaN where there is none.
+        """
+        values = []
+        for block in range(1 if self._quantities[name].summed else self.rows):
+            lows: Any
+            lows, widths, exponent = enclose_all(self._parts(name, block), self.n)
+            try:
+                near = np.ldexp(lows.astype(np.float64), exponent)
+            except OverflowError:
+                return self.rounded(name, np.float64)
+            # An element that cancels almost completely needs more bits.
+            if (abs(lows) >> ERROR_BITS < widths).any():
+                return self.rounded(name, np.float64)
+            values.append(np.where(self._undefined(name, block), np.nan, near))
+        return np.array(values, np.float64).reshape(self._shape_of(name))
+
+    def rstd(self, row: int) -> float:
+        """Return ``rstd`` of one row of the matrix view, rounded to float64; NaN if there is none."""
+        of = self._row(row)
+        if of.var + self._eps == 0:
+            return math.nan
+        low, _, exponent = enclose_root(of.square, ERROR_BITS)
+        return rounding.quotient(low, 1, exponent)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
         """
@@ -223,8 +272,12 @@ class ExactNorm:
     # ---- rows, and blocks: the elements of one row, or the sums over all ----
 
     def _row(self, index: int, kind: type[Row] = Row) -> Row:
-        own = {name: read(matrix[index]) for name, matrix in self._matrices.items()}
-        return kind(self._vectors | own, self._eps, self._kind)
+        key = index, kind
+        if key not in self._kept:
+            own = {name: read(matrix[index]) for name, matrix in self._matrices.items()}
+            self._kept = dict([*self._kept.items()][-1:])
+            self._kept[key] = kind(self._vectors | own, self._eps, self._kind)
+        return self._kept[key]
 
     def _rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
         """Yield the rows of one block."""
@@ -242,7 +295,7 @@ class ExactNorm:
 
     def _undefined(self, name: str, block: int) -> Array:
         """Tell which elements of a block have no value: var and eps are 0, the mask is True."""
-        undefined = np.zeros(self.n, bool)
+        undefined: Array = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self._eps == 0 and name != "dbeta":
             for row in self._rows(name, block):

@@ -138,6 +138,7 @@ NORM = {
     "dgamma": Quantity(lambda row: [(row["dy"] * row.xhat, row.square)], True, "dy"),
     "dbeta": Quantity(lambda row: [(row["dy"], RATIONAL)], True, "dy"),
     "ty": Quantity(partial(_jvp, x="tx", gamma="tgamma", beta="tbeta"), False, "tx"),
+    "xhat": Quantity(lambda row: [(row.xhat, row.square)], False, "x"),
 }
 DOUBLE_BACKWARD = {
     "ddy": Quantity(partial(_jvp, x="ddx", gamma="ddgamma", beta="ddbeta"), False, "ddx"),

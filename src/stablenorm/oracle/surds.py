@@ -45,6 +45,12 @@ def enclose_root(square: Fraction, bits: int) -> Interval:
 
 def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interval]:
     """Enclose the `n` sums of the parts, each square root to so many bits."""
+    lows, widths, finest = enclose_all(parts, n, bits)
+    return [Interval(low, width, finest) for low, width in zip(lows, widths, strict=True)]
+
+
+def enclose_all(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> tuple[Array, Array, int]:
+    """Return the lower ends and the widths of `enclose`, and their common exponent."""
     lows, widths, finest = np.zeros(n, object), np.zeros(n, object), 0
     for vector, square in parts:
         low, width, exponent = enclose_root(vector.unit**2 * square, bits)
@@ -54,7 +60,7 @@ def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interv
         lows = (lows << coarser) + integers * low + np.minimum(integers, 0) * width
         widths = (widths << coarser) + abs(integers) * width
         finest = min(finest, exponent)
-    return [Interval(low, width, finest) for low, width in zip(lows, widths, strict=True)]
+    return lows, widths, finest
 
 
 def exactly(parts: Iterable[Part], columns: list[int]) -> list[Surd]:
