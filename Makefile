@@ -72,6 +72,13 @@ wheel: $(VENV)/.dev  ## build sdist and wheel; install the wheel into an empty e
 # stack of what is inlined.
 NATIVE_FLAGS := -std=c++17 -O1 -g -ffp-contract=off -fno-trapping-math -Wno-psabi -pthread -fno-sanitize-recover=all
 ALONE := tests/kernels.cpp $(addprefix src/stablenorm/native/,tiles.cpp jobs.cpp pool.cpp memory.cpp)
+INSTRUCTIONS := $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c)
+.PHONY: kernels
+kernels:  ## after a change of the kernels: compile one instruction set, and compare every bit: half a minute
+	mkdir -p build
+	$(CXX) $(filter-out -O1 -g,$(NATIVE_FLAGS)) -DALONE $(INSTRUCTIONS) -Isrc/stablenorm/native $(ALONE) -o build/kernels
+	build/kernels | diff tests/kernels.txt -
+
 .PHONY: sanitize
 sanitize:  ## the kernels under sanitizers of memory, arithmetic and threads: 6 min
 	mkdir -p build/sanitize
@@ -79,7 +86,7 @@ sanitize:  ## the kernels under sanitizers of memory, arithmetic and threads: 6 
 	$(call sanitized,arithmetic,-fsanitize=undefined -fno-sanitize=null$(comma)object-size$(comma)bounds)
 	$(call sanitized,threads,-fsanitize=thread)
 define sanitized
-$(CXX) $(NATIVE_FLAGS) $(2) -DALONE $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c) -Isrc/stablenorm/native $(ALONE) -o build/sanitize/$(1)
+$(CXX) $(NATIVE_FLAGS) $(2) -DALONE $(INSTRUCTIONS) -Isrc/stablenorm/native $(ALONE) -o build/sanitize/$(1)
 $(if $(filter threads,$(1)),,build/sanitize/$(1) | diff tests/kernels.txt -)
 build/sanitize/$(1) threads
 endef

@@ -78,7 +78,6 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     Call c;
     c.rms = rms;
     c.nearest = nearest;
-    c.in_pairs = type == F64;
     c.eps = 1e-5;
     c.rows = rows;
     c.n = n;
@@ -96,20 +95,20 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     Bytes uncertified((size_t)(2 * n));
     std::vector<double> words((size_t)(6 * rows));
     Bytes marks((size_t)rows);
+    bool has_pairs = nearest || type == F64;
     double** places[] = {&c.mean, &c.mean_lo, &c.rstd, &c.rstd_lo, &c.mean_tail, &c.spread};
     for (Index i = 0; i < 6; i++) {
         bool of_layer = i == 0 || i == 1 || i == 4;
         bool of_pairs = i == 3 || i == 4;
-        if ((rms && of_layer) || (!c.in_pairs && of_pairs) || (!c.pairs() && i == 5)) continue;
+        if ((rms && of_layer) || (type != F64 && of_pairs) || (!has_pairs && i == 5)) continue;
         *places[i] = words.data() + i * rows;
     }
-    if (c.pairs()) c.marks = marks.data();
+    if (has_pairs) c.marks = marks.data();
     c.x = place(x, true);
     c.y = place(y, false);
     c.gamma = (char*)gamma.data() + SHIFT;
     c.beta = (char*)beta.data() + SHIFT;
     c.gamma_type = c.beta_type = type;
-    jobs::plan(c);
     int state = jobs::run(c, threads) == jobs::DECLINED;
     for (uint8_t& mark : marks) mark = 0;
     c.backward = true;
@@ -121,7 +120,6 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
         c.sums_type[i] = type;
     }
     for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n;
-    jobs::plan(c);
     state = 4 * state + (jobs::run(c, threads) == jobs::DECLINED);
     memory::give(c.partial[0]);
     if (STRIDED)

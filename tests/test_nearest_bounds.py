@@ -1,48 +1,19 @@
 """No input exceeds a bound of rounding="nearest", as the headers of native/ compute it."""
 
-import ctypes
-import platform
-import shutil
-import subprocess
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled import functions_of
 from rationals import NAMES, rational, textbook
 
-fcntl = pytest.importorskip("fcntl")
-
-HERE = Path(__file__).parent
-NATIVE = HERE.parent / "src" / "stablenorm" / "native"
-# The flags of CMakeLists.txt.
-FLAGS = "-std=c++17 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi"
 KINDS = ["layer", "rms"]
 U = 2.0**-53
 
 
 @pytest.fixture(scope="session")
 def steps(builds):
-    """Return a function that calls bounds.cpp, compiled with the headers of the kernels."""
-    compiler = shutil.which("c++")
-    if compiler is None or platform.machine() not in ("x86_64", "aarch64"):
-        pytest.skip("there is no C++ compiler, or the kernels are not for this processor")
-    flags = ["-mavx2", "-mfma", "-mf16c"] if platform.machine() == "x86_64" else []
-    library = builds / "bounds.so"
-    command = [compiler, *FLAGS.split(), *flags, "-I", NATIVE, HERE / "bounds.cpp", "-o", library]
-    with (builds / "bounds.lock").open("w") as lock:
-        # One of the processes of a test run compiles it, in 5 s.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
-    kinds = {int: ctypes.c_ssize_t, float: ctypes.c_double}
-
-    def as_c(value):
-        kind = kinds.get(type(value))
-        return ctypes.c_void_p(value.ctypes.data) if kind is None else kind(value)
-
-    return lambda name, *arguments: getattr(loaded, name)(*map(as_c, arguments))
+    return functions_of("bounds", builds)
 
 
 def parameters(gamma, beta):
@@ -192,13 +163,3 @@ def test_certain_results_round_alike_within_their_bound(kind, dtype, rng, steps)
         certain += (marks[:, :n] == 0).sum(axis=1)
     assert (n // 4 < certain).all()
     assert (certain < 3 * n).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_result_that_is_its_bound_above_a_midpoint_rounds_up(kind, rng, steps):
-    """The kernels write dx less its bound: that may be a midpoint, which rounds to even."""
-    n, tried = 16384, np.zeros(2, np.int64)
-    x, dy = rng.standard_normal((2, n)).astype(np.float32)
-    steps("try_midpoints", int(kind == "layer"), dy, x, n, rng.standard_normal(n + 64), tried)
-    assert tried[0] > 20
-    assert tried[1] == 0

@@ -1,5 +1,7 @@
 """The records that every floor shares: gradients, norms, statistics and caches; and the check of a cache."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -39,6 +41,11 @@ class Norm(NamedTuple):
     # y = (gamma + gamma_offset) * xhat + beta, the sum exact.
     gamma_offset: float = 0.0
     rounding: str = "fast"
+
+
+# Makes a Norm of all its fields. Its own constructor takes 0.3 us, a sixth of a small call; mypy finds
+# the places that lack a new field.
+new_norm: Callable[[tuple[Any, Any, float, str, float, str]], Norm] = partial(tuple.__new__, Norm)
 
 
 class Statistics(NamedTuple):

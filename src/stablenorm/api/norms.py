@@ -9,10 +9,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.operations import backward, forward
-from stablenorm.records import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
-
-# The faster constructor of a NamedTuple: half the time.
-_new = tuple.__new__
+from stablenorm.records import NAMES, Array, Backend, Cache, Gradients, Name, Rounding, new_norm
 
 
 def on_dask() -> Any:
@@ -104,7 +101,7 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
-    norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
+    norm = new_norm((gamma, beta, eps, "layer", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
     return run(x, norm, axis, out, backend, False, residual, where)[0]
 
@@ -163,7 +160,7 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
-    norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
+    norm = new_norm((gamma, beta, eps, "layer", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
     return run(x, norm, axis, out, backend, True, residual, where)
 
@@ -280,7 +277,7 @@ def rms_norm(
     array([[ 0.849,  1.131],
            [-0.849,  1.131]])
     """
-    norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
+    norm = new_norm((gamma, beta, eps, "rms", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
     return run(x, norm, axis, out, backend, False, residual, where)[0]
 
@@ -309,7 +306,7 @@ def rms_norm_forward(
     >>> cache.rstd.round(3)
     array([[0.283]])
     """
-    norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
+    norm = new_norm((gamma, beta, eps, "rms", gamma_offset, rounding))
     run = on_dask().forward if is_lazy(x) else forward
     return run(x, norm, axis, out, backend, True, residual, where)
 

@@ -36,8 +36,8 @@ struct Pipeline {
         return stages + (s * 2 + which) * ROW_VECTORS;
     }
 
-    // Call f for every `step` turns of this block, its chunks one after the other: with the stage
-    // of a turn, how often that was used before, and the row.
+    // The rows of this block, chunk by chunk, are its turns 0, 1, 2, ... For turns first, first +
+    // step, ... call f(stage, how many turns used that stage before, row).
     template <class F> INLINE void for_each_turn(int first, int step, F f) const {
         const unsigned size = (unsigned)p.chunk_rows;
         for (unsigned turn = first;; turn += step) {

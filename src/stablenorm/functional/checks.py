@@ -15,7 +15,7 @@ from stablenorm.arrays import (
     show_axes,
 )  # fmt: skip
 from stablenorm.backends import arrays_of
-from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Shape, check_record
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Shape, check_record, new_norm
 from stablenorm.scalars import check_eps, real
 
 # The faster constructor of a NamedTuple.
@@ -51,7 +51,7 @@ def checked_norm(convert: Any, norm: Norm, x_shape: Shape, axes: Shape) -> Norm:
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
-    return _new(Norm, (gamma, beta, eps, norm.kind, offset, rounding))
+    return new_norm((gamma, beta, eps, norm.kind, offset, rounding))
 
 
 def refuse_misplaced(norm: Norm) -> None:

@@ -75,7 +75,7 @@ from stablenorm.arrays import rows as rows_of
 from stablenorm.backends import arrays_of, module_of
 from stablenorm.call import Backward, Forward
 from stablenorm.functional.layout import Layout, layout_of
-from stablenorm.records import Array, Cache, Gradients, Norm, Statistics
+from stablenorm.records import Array, Cache, Gradients, Norm, Statistics, new_norm
 from stablenorm.reference import add, uncertified
 from stablenorm.reference.equations import round_to, sum_rows
 from stablenorm.reference.exact import Number
@@ -128,17 +128,17 @@ def _prepared(backend: str, norm: Norm) -> Norm:
         gamma = gamma.astype(np.float64) + norm.gamma_offset
     gamma = gamma if gamma is None else contiguous(gamma)
     beta = beta if beta is None else contiguous(beta)
-    return _new(Norm, (gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
+    return new_norm((gamma, beta, norm.eps, norm.kind, 0.0, norm.rounding))
 
 
 def _flat(norm: Norm, n: int) -> Norm | None:
     """Return `norm` with vectors; None unless gamma and beta are one for all rows."""
-    own = []
+    own: list[Any] = []
     for values in (norm.gamma, norm.beta):
         if values is not None and values.size != n:
             return None
         own.append(values if values is None else values.reshape(-1))
-    return _new(Norm, (*own, norm.eps, norm.kind, 0.0, norm.rounding))
+    return new_norm((own[0], own[1], norm.eps, norm.kind, 0.0, norm.rounding))
 
 
 def _norm_of(part: Part, norm: Norm, n: int, *numbers: Array) -> Norm:
@@ -149,7 +149,7 @@ def _norm_of(part: Part, norm: Norm, n: int, *numbers: Array) -> Norm:
         if values is not None:
             row = values.reshape(-1, n)[of_rows[part.first]]
             own[k] = row if part.columns is None else row[part.columns]
-    return _new(Norm, (*own, norm.eps, norm.kind, 0.0, norm.rounding))
+    return new_norm((own[0], own[1], norm.eps, norm.kind, 0.0, norm.rounding))
 
 
 def _room(part: Part, results: Any) -> Any:

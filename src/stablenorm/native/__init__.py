@@ -20,7 +20,7 @@ from stablenorm import control, memory, reference
 from stablenorm.arrays import as_rows
 from stablenorm.call import Backward, Forward
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
-from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Statistics
+from stablenorm.records import NAMES, Array, Cache, Gradients, Norm, Statistics, new_norm
 from stablenorm.reference import uncertified
 from stablenorm.reference.sums import PARTIAL
 from stablenorm.threads import get_num_threads
@@ -98,7 +98,7 @@ def backward(call: Backward) -> None:
         partial = np.zeros((2, call.x.shape[1], 3))
     elif call.dbeta is not None:
         # Kernels return the gradient of what there is: dbeta stands for beta, which no backward reads.
-        norm = _new(Norm, (norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
+        norm = new_norm((norm.gamma, call.dbeta, norm.eps, norm.kind, 0.0, norm.rounding))
     cache = _new(Cache, (call.x, norm, (1,), call.statistics, "native", None))
     out = (call.dx, *((None, None) if partial is not None else sums))
     done = plain_backward(

@@ -76,8 +76,13 @@ struct Steps {
 bool see_rows(PyObject* object, uint64_t axes, Rows& rows) {
     if (!is_of_floats(object, rows.type)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
+    Index bytes = BYTES[rows.type];
+    int last = PyArray_NDIM(a) - 1;
+    rows = {PyArray_BYTES(a), rows.type, PyArray_DIM(a, last) * bytes, 0, 0, bytes};
+    // The usual case: (1, 1, 64) saves 0.1 us.
+    if (PyArray_IS_C_CONTIGUOUS(a) && axes == uint64_t{1} << last) return true;
     Steps columns, run, runs;
-    for (int k = PyArray_NDIM(a) - 1; k >= 0; k--) {
+    for (int k = last; k >= 0; k--) {
         Index length = PyArray_DIM(a, k);
         Index stride = PyArray_STRIDE(a, k);
         bool fits = axes >> k & 1
@@ -85,8 +90,6 @@ bool see_rows(PyObject* object, uint64_t axes, Rows& rows) {
                         : (runs.length == 1 && run.add(length, stride)) || runs.add(length, stride);
         if (!fits) return false;
     }
-    Index bytes = BYTES[rows.type];
-    rows.data = PyArray_BYTES(a);
     rows.apart = columns.length > 1 ? columns.stride : bytes;
     rows.stride = run.length > 1 ? run.stride : columns.length * bytes;
     rows.outer = runs.stride;
@@ -96,8 +99,9 @@ bool see_rows(PyObject* object, uint64_t axes, Rows& rows) {
 
 // Whether an array can take results as rows, each element apart from the others: sorted, each step
 // is over all that the shorter ones reach.
-bool see_room(PyObject* object, const Call& c, Rows& rows) {
+bool see_results(PyObject* object, const Call& c, Rows& rows) {
     if (!see_rows(object, c.axes, rows)) return false;
+    if (!rows.run && rows.stride >= c.n * rows.apart) return true;
     Index run = rows.run ? rows.run : c.rows;
     std::array<std::pair<Index, Index>, 3> steps = {{{std::abs(rows.apart), c.n},
         {std::abs(rows.stride), run}, {std::abs(rows.outer), c.rows / run}}};
@@ -129,7 +133,7 @@ bool are_apart(PyArrayObject* a, PyObject* other) {
 }
 
 // Whether the user's array `out` has the shape of a result, and is apart from others.
-bool is_room(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
+bool can_take(PyObject* out, PyObject* like, std::initializer_list<PyObject*> others) {
     if (!PyArray_CheckExact(out) || !is_given(like)) return false;
     PyArrayObject* a = (PyArrayObject*)out;
     PyArrayObject* b = (PyArrayObject*)like;

@@ -1,4 +1,4 @@
-// The record of a call: its arrays, how its rows are dealt out, and its scratch memory.
+// The record of a call: its arrays, its plan (plan.h makes it) and its scratch memory (scratch.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -57,26 +57,53 @@ inline Index padded(Index n) {
     return lines + (lines % 512 < 64 ? 64 : 0);
 }
 
-// Hands out pieces of memory; without memory, counts the float64 that are needed.
-struct Arena {
-    double* memory = nullptr;
-    Index used = 0;
-    double* take(Index count) {
-        Index start = used;
-        // Whole lines of 64 bytes.
-        used += (count + 7) / 8 * 8;
-        return memory ? memory + start : nullptr;
-    }
-};
-
 // Marks of a row. UNCERTIFIED: the next rung computes it, pairs or integers. UNSUMMED: the sums
 // over rows lack its terms.
 constexpr uint8_t UNCERTIFIED = 1;
 constexpr uint8_t UNSUMMED = 2;
-
 // A mark of a column: it is uncertified, and to be summed closely (close.h).
 constexpr uint8_t OPEN = 2;
 
+// How a call is done. Shape and dtypes alone decide it: no bit depends on the number of threads.
+struct Plan {
+    Index tile_rows = 1;
+    Index tiles = 1;
+    Index together = 1;     // rows that are done at once
+    bool in_pairs = false;  // in double-double
+    bool past = false;      // stores past the caches
+    bool ahead = false;     // prefetches
+    bool staged = false;    // results go through a scratch row, where they are added to and rounded
+    bool strided = false;   // an array has rows that are not plain
+};
+
+// Scratch memory that threads share: the parameters in float64, padded; |gamma| + |beta|; the sums
+// of each tile, and the range of its dy or, in float64, the worst errors of its rows. Then `own`,
+// own_size float64 for each thread.
+struct Scratch {
+    double* gamma = nullptr;
+    double* beta = nullptr;
+    double* sizes = nullptr;
+    double* sums = nullptr;
+    double* ranges = nullptr;
+    double* own = nullptr;
+    Index own_size = 0;
+    Index bytes = 0;
+    // Set where arithmetic overflows: an infinite result of finite input may be the rounding errors
+    // of huge terms.
+    bool* overflowed = nullptr;
+};
+
+// The sums over rows.
+enum { DGAMMA, DBETA };
+
+// The open columns of dgamma and dbeta; whether pairs close them, or float64.
+struct OpenColumns {
+    Index* columns[2] = {nullptr, nullptr};
+    Index count[2] = {0, 0};
+    bool in_pairs = false;
+};
+
+// A call: its arrays, its plan and its scratch memory.
 struct Call {
     // y: y or dx, of any type; dy and plus have that of x. plus: residual or dsum. source: the x to
     // which the residual is added; x takes the sum.
@@ -90,19 +117,18 @@ struct Call {
     Type gamma_type = F32;
     Type beta_type = F32;
     double eps = 0;
-    // in_pairs: in double-double. nearest: every result is the exact one, rounded. unrounded: the
-    // sums over rows go to `partial`.
+    // nearest: every result is the exact one, rounded. unrounded: the sums over rows go to
+    // `partial`.
     bool rms = false;
     bool backward = false;
-    bool in_pairs = false;
     bool nearest = false;
     bool unrounded = false;
     // over: results take the place of x or dy, which cannot be read again. A backward marks rows
     // that overflow, and leaves their dy as it is.
     bool over = false;
 
-    // The statistics, one float64 a row. in_pairs adds low parts and tails, nearest a spread >=
-    // rms(xhat); either needs marks.
+    // Statistics: one float64 for each row, null if this call has none. Calls in pairs also have
+    // rstd_lo and mean_tail; nearest also has spread, an upper bound of rms(xhat). Both have marks.
     double* mean = nullptr;
     double* mean_lo = nullptr;
     double* rstd = nullptr;
@@ -111,125 +137,32 @@ struct Call {
     double* spread = nullptr;
     uint8_t* marks = nullptr;
 
-    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. If rows are
+    // The sums over rows, dgamma and dbeta, and which columns are uncertified. If rows are
     // UNSUMMED, the sums over the others go to `partial`, as partial sums of reference/sums.py.
     char* sums_out[2] = {nullptr, nullptr};
     Type sums_type[2] = {F64, F64};
     uint8_t* uncertified[2] = {nullptr, nullptr};
     double* partial[2] = {nullptr, nullptr};
-    Index* open[2] = {nullptr, nullptr};  // the open columns
-    Index open_count[2] = {0, 0};
 
-    // The plan. Shape and dtypes alone decide the tiles: no bit depends on the number of threads.
-    Index tile_rows = 1;
-    Index tiles = 1;
-    Index step = 1;
-    bool past = false;
-    bool ahead = false;    // non-temporal stores; prefetches
-    bool staged = false;   // results go through a scratch row, where they are added to and rounded
-    bool strided = false;  // an array has rows that are not plain
+    Plan plan;
+    Scratch scratch;
+    OpenColumns open;
 
-    // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the
-    // range of its dy or, in float64, the worst errors of its rows.
-    double* wide_gamma = nullptr;
-    double* wide_beta = nullptr;
-    double* sizes = nullptr;
-    double* sums = nullptr;
-    double* ranges = nullptr;
-    double* own = nullptr;
-    Index own_size = 0;  // float64 of one thread
-    Index scratch_bytes = 0;
-    // Set where arithmetic overflows: an infinite result of finite input may be the rounding errors
-    // of huge terms.
-    bool* overflowed = nullptr;
-
-    bool summing() const { return sums_out[0] || sums_out[1]; }
-    Index padded_n() const { return padded(n); }
+    bool is_summing() const { return sums_out[0] || sums_out[1]; }
     // Whether some rows may be done in pairs, and how many together.
-    bool pairs() const { return in_pairs || nearest; }
-    Index step_in_pairs() const { return n <= EARLY ? step : 1; }
+    bool has_pairs() const { return nearest || x.type == F64 || y.type == F64; }
+    Index together_in_pairs() const { return n <= EARLY ? plan.together : 1; }
     // Words of a sum: a tile of one part has no low one.
-    Index words() const { return pairs() || tile_rows > PART_OF<false> ? 2 : 1; }
+    Index words() const { return has_pairs() || plan.tile_rows > PART_OF<false> ? 2 : 1; }
     // Vectors: dgamma, its low part, dbeta, its low part. Nearest adds two that bound their errors:
     // sizes in pairs, the squares of dy and xhat in float64.
-    Index sums_per_tile() const { return (nearest ? 6 : 2 * words()) * padded_n(); }
-
-    void lay_out_parameters(Arena& arena) {
-        Index p = padded_n();
-        wide_gamma = arena.take(p);
-        wide_beta = arena.take(backward ? 0 : p);
-        sizes = nearest && !backward ? arena.take(p) : nullptr;
-    }
-    void lay_out_sums(Arena& arena) {
-        if (summing()) {
-            sums = arena.take(sums_per_tile() * tiles);
-            ranges = arena.take(2 * tiles);
-        }
-    }
+    Index sums_per_tile() const { return (nearest ? 6 : 2 * words()) * padded(n); }
 };
 
 // The arrays of a call.
 inline constexpr Rows Call::* ARRAYS[] = {
     &Call::x, &Call::dy, &Call::source, &Call::plus, &Call::y};
 constexpr int ARRAY_COUNT = sizeof ARRAYS / sizeof *ARRAYS;
-
-// The plain rows of a strip in scratch memory.
-inline Index strip_stride(const Call& c, Type type) {
-    return padded((c.n * BYTES[type] + 7) / 8) * 8;
-}
-
-// Scratch memory of one thread.
-struct Own {
-    double* strips[ARRAY_COUNT];  // a strip of each array that is not plain
-    double* addend;               // a row that is added
-    double* part;                 // the sums of some rows
-    double *high, *low,
-        *size;  // a row of results; in float64, `low` and `size` hold columns that are uncertified
-    // The float64 arithmetic. x - mean and g - m of types of 16 bits, for this group and the next;
-    // a row of zeros, in the place of a hard row.
-    double *kept, *zeros;
-    // Pairs, mostly afterwards, in the same memory: rows that are lifted, for this group and the
-    // next; xhat for each row of a group.
-    double* x[2] = {};
-    double* dy[2] = {};
-    double* xhat;
-
-    Own(const Call& c, Arena& arena) {
-        Index p = c.padded_n();
-        bool narrow = c.backward && !c.in_pairs;
-        Index strip = c.rows < STRIP ? c.rows : STRIP;
-        for (int k = 0; k < ARRAY_COUNT; k++) {
-            const Rows& of = c.*ARRAYS[k];
-            strips[k] = arena.take(of.run ? strip * strip_stride(c, of.type) / 8 : 0);
-        }
-        addend = arena.take(c.plus.data ? p : 0);
-        part = arena.take(!narrow                       ? 0
-                          : !c.summing()                ? 4 * p
-                          : c.tile_rows > PART_OF<true> ? 2 * p
-                                                        : 0);
-        bool staged = c.staged || c.nearest;
-        high = arena.take(staged || c.in_pairs ? p : 0);
-        low = arena.take(staged || c.over ? p : 0);
-        size = arena.take(staged ? p : 0);
-        Index start = arena.used;
-        Index sets = c.n <= EARLY_KEPT ? 2 : 1;
-        Index rows = !c.nearest ? 2 : c.n <= LONG ? 4 : 1;
-        kept = arena.take(narrow && BYTES[c.x.type] == 2 ? sets * rows * 2 * p : 0);
-        zeros = arena.take(narrow && c.nearest ? p : 0);
-        Index stop = arena.used;
-        arena.used = start;
-        sets = c.n <= EARLY ? 2 : 1;
-        rows = c.step_in_pairs();
-        Index of_x = c.pairs() && c.x.type != F64 ? p * rows : 0;
-        Index of_dy = c.pairs() && c.backward && c.dy.type != F64 ? p * rows : 0;
-        for (int i = 0; i < sets; i++) {
-            x[i] = arena.take(of_x);
-            dy[i] = arena.take(of_dy);
-        }
-        xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
-        arena.used = arena.used > stop ? arena.used : stop;
-    }
-};
 
 // The kernels of one instruction set.
 struct Kernels {
@@ -239,7 +172,7 @@ struct Kernels {
     bool (*prepare)(const Call&);
     void (*do_tile)(const Call&, Index tile, int thread);
     // Adds up the tiles' sums of some columns, [0] dgamma or [1] dbeta, and rounds them.
-    void (*finish)(const Call&, int which, Index start, Index stop, bool marked);
+    void (*finish)(const Call&, int sum, Index start, Index stop, bool marked);
     // Sums the open columns of a tile; then writes those that this certifies.
     void (*close_tile)(const Call&, Index tile, int thread);
     void (*close_columns)(const Call&);

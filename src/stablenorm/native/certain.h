@@ -1,26 +1,30 @@
 // Ziv's rounding test (Ziv, ACM TOMS 17 (1991) 410) for the float64 results of rows.h, with
 // rounding="nearest": a result is certified if no midpoint of its type lies within its error bound.
 //
-// Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2) >= rms(xhat)**2 and D = |d| rstd. H is
-// the longest chain of additions of a sum along a row. Terms of u**2 add 2 % at most. Then
-//     d: H u rms(c), and rms(c) rstd = sqrt(q): c rounded, the sum, the division. The error of a term grows with the
-//         additions that it goes through; their root mean square is at most H - 2, since the later terms of a run of 8 go
-//         through fewer (Cauchy and Schwarz)
+// Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2) >=
+// rms(xhat)**2 and D = |d| rstd. H is the longest chain of additions of a sum along a row. Terms of
+// u**2 add 2 % at most. Then
+//     d: H u rms(c), and rms(c) rstd = sqrt(q): c rounded, the sum, the division. The error of a
+//         term grows with the additions that it goes through; their root mean square is at most H -
+//         2, since the later terms of a run of 8 go through fewer (Cauchy and Schwarz)
 //     mean(c**2): (H + 4) u of it
 //     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1)
 //     rstd: half of that and 3 u: the sum with eps, the root, the quotient
-//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + mean_lo is k + d exactly, and b = (H + 1) u sqrt(q); where
-//         x rstd - mean rstd stands for (x - mean) rstd, b has M u more, with M = |mean| rstd
-//     y: a |gamma xhat| + b |gamma| + u |y|, with |gamma xhat| <= |y| + |beta|
+//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + mean_lo is k + d exactly, and b = (H
+//         + 1) u sqrt(q); where x rstd - mean rstd stands for (x - mean) rstd, b has M u more, with
+//         M = |mean| rstd
+//     y: a |gamma xhat| + b |gamma| + u |y|, with |gamma xhat| <= |y| + |beta|; 2 u |y| more, since
+//         the test rounds y - bound and y + bound, and computes them from the y that has the error
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once
-//     slope, the mean of (g - m) xhat: (H + 5) u G; and, since rstd and the mean err alike in all elements of a row,
-//         a |slope| + b |mean(g - m)|, mostly far less than G
-//     dx: (a + 3 u) |dx| + rstd (1 + |xhat|) ((H + 5) u G + (2 a + 7 M u) |slope| + (b + 6 u) (|mean(g - m)| + |slope|)),
-//         with one a from the slope and one from xhat
-//     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; merging adds < 1 %
+//     slope, the mean of (g - m) xhat: (H + 5) u G; and, since rstd and the mean err alike in all
+//         elements of a row, a |slope| + b |mean(g - m)|, mostly far less than G
+//     dx: (a + 3 u) |dx| + rstd (1 + |xhat|) ((H + 5) u G + (2 a + 7 M u) |slope| + (b + 6 u)
+//         (|mean(g - m)| + |slope|)), with one a from the slope and one from xhat
+//     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the
+//         rows; merging adds < 1 %
 //     dbeta: u |dy| for each addition
-// RMS norm: d, D, b and mean(g - m) are 0. A constant row has q = 0 and b = M u. A constant g has G = 0. A step whose
-// bound is 0 is exact.
+// RMS norm: d, D, b and mean(g - m) are 0. A constant row has q = 0 and b = M u. A constant g has G
+// = 0. A step whose bound is 0 is exact.
 //
 // The test has two steps. A register at a time is tested by one bound for all of a row: |xhat| <=
 // sqrt(n q) and |g - m| <= sqrt(n) G. The elements of a register that fails are tested each by its
@@ -38,29 +42,31 @@ constexpr double U = 0x1p-53;
 // Like fmax: returns a if b is NaN.
 INLINE double larger(double a, double b) { return a < b ? b : a; }
 
-// The errors of a row: that of xhat is at most a |xhat| + b. M: as above, or 0.
+// The errors of a row: that of xhat is at most a |xhat| + b. M: as above, or 0. A row without a
+// small bound has infinite ones, which certify nothing.
 struct Errors {
     double a = 0;
     double b = 0;
     double M = 0;
+    bool are_bounded() const { return a < 1; }
+    // Hard rows are computed in pairs, since dgamma's bound takes the worst row for all. Ordinary
+    // rows have an error of about 2**-48. 16 times that: a tile is done as near zero by its first
+    // row, and may hold a row of larger mean, whose error has the M term.
+    bool are_hard() const { return !(a < 0x1p-44 && b < 0x1p-44); }
 };
 
-// Arguments are upper bounds of sqrt(q), D**2 and M, and H; M = 0 if x is centered first. 4 D**2 +
-// 1 / 16 stands for D: it is no less, and equal at 1 / 8, which D is about for the guess from 64
-// elements.
+// The errors from `spread` >= sqrt(q), d_square >= D**2 and chain = H; M is 0 if x is centered
+// first. Only D**2 is known, so D is bounded by 4 D**2 + 1 / 16 (2 a b <= a**2 + b**2). Both are
+// equal at D = 1 / 8, the usual D of a guess from 64 elements.
 template <bool LAYER>
 INLINE Errors errors_of_xhat(double spread, double d_square, double M, double chain) {
-    double var = (chain + 4) * spread * spread +
-                 (LAYER ? (8 * d_square + 0.125) * spread * chain + d_square : 0) + 1;
-    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * spread + M) : 0, M};
-    // A row without a small bound, NaN included, has infinite ones, and so certifies nothing.
-    return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
+    double of_d = LAYER ? (8 * d_square + 0.125) * spread * chain + d_square : 0;
+    double var = (chain + 4) * spread * spread + of_d + 1;
+    double a = 1.02 * U * (var / 2 + 5.5);
+    double b = LAYER ? 1.02 * U * ((chain + 1) * spread + M) : 0;
+    // The comparison fails for a NaN.
+    return a < 0x1p-20 ? Errors{a, b, M} : Errors{__builtin_inf(), __builtin_inf()};
 }
-
-// Rows with a larger error are computed in pairs, since dgamma's bound takes the worst row for all.
-// Ordinary rows have about 2**-48; the factor of 16 leaves room for M, where a tile near zero has a
-// row of large mean.
-constexpr double HARD = 0x1p-44;
 
 // Registers of a run, which is added sequentially; the sums of runs are added pairwise. The
 // backward sets six sums aside after a run: with runs of 16 instead of 8 it takes 3 % less time.
@@ -75,8 +81,7 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
 }
 
 // The least bound that is not 0. Subnormal numbers have fewer digits and other midpoints: with this
-// bound no subnormal float32 or bfloat16 passes the quick test. `may_differ` fails those of float16
-// itself.
+// bound no subnormal float32 or bfloat16 passes the quick test.
 constexpr double LEAST_BOUND = 0x1p-134;
 
 // The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y. M: 0 for x that is
@@ -89,17 +94,28 @@ template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
         fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
 }
 
-// The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then one
-// bound for all dx of a row, and the bound of each dx. `rms_g` is G.
-INLINE Errors errors_of_dx(
-    Errors of, double rstd, double rms_g, double plain, double slope, double chain) {
-    double both = (2 * of.a + 7 * U * of.M) * slope + (of.b + 6 * U) * (plain + slope);
-    return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * rms_g + both)};
+// The means of a row of the backward: G = rms(g - m), mean(g - m), and the slope, that of (g - m)
+// xhat.
+struct Means {
+    double G = 0;
+    double mean = 0;
+    double slope = 0;
+};
+
+// The errors of dx: at most a |dx| + b (1 + |xhat|). Then one bound for all dx of a row, and the
+// bound of each dx.
+INLINE Errors errors_of_dx(Errors of, double rstd, const Means& means, double chain) {
+    double slope = magnitude(means.slope);
+    double from_xhat = (2 * of.a + 7 * U * of.M) * slope;
+    double from_both = (of.b + 6 * U) * (magnitude(means.mean) + slope);
+    double b = 1.02 * rstd * ((chain + 5) * U * means.G + (from_xhat + from_both));
+    return {1.02 * (of.a + 3 * U), b};
 }
-INLINE double bound_of_dx(Errors of_dx, double rstd, double rms_g, double spread, Index n) {
+INLINE double bound_of_dx(Errors of_dx, double rstd, double G, double spread, Index n) {
     double root = std::sqrt((double)n);
-    double most = root * spread;  // most: the largest |xhat|
-    return of_dx.a * rstd * rms_g * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
+    double largest_xhat = root * spread;
+    return of_dx.a * rstd * G * (root + 1 + largest_xhat) + of_dx.b * (1 + largest_xhat) +
+           LEAST_BOUND;
 }
 template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) {
     return fma(like(v, of_dx.a), magnitude(v),
@@ -115,15 +131,24 @@ INLINE Lanes<8> bound_of_sum(
                                   broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
 }
 
-// Whether a midpoint may lie between two bounds of a result. If the bounds share all bits down to
-// the first that rounding drops, neither a midpoint nor a number of the type lies between them.
-template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
+// Ziv's test by bits, for a register: if the two bounds of a result share all bits down to the
+// first that rounding drops, neither a midpoint nor a number of the type lies between them.
+// `between` has the bits in which the bounds of any lane differ, and the sign for subnormal
+// float16, which have other midpoints.
+template <class To, int L, int W>
+INLINE Register<int64_t, W> between(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
-    Lanes<L, W> positive = magnitude(most);
-    I small = {};
-    if (DIGITS<To> == 11) EACH small |= (I)positive.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
-    return any_of<W>(differences(most, least), -(1LL << (52 - DIGITS<To>))) ||
-           (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
+    I all = differences(most, least);
+    if constexpr (DIGITS<To> == 11) {
+        Lanes<L, W> size = magnitude(most);
+        I small = {};
+        for (auto& lanes : size.v) small |= (I)lanes - (I)broadcast<W, W>(0x1p-14).v[0];
+        all |= small & INT64_MIN;
+    }
+    return all;
+}
+template <class To, int W> INLINE bool may_differ(Register<int64_t, W> bits) {
+    return any_of<W>(bits, -(1LL << (52 - DIGITS<To>)));
 }
 
 // Whether v - error and v + error round differently.

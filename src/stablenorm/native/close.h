@@ -34,13 +34,13 @@ struct Closely {
     }
 };
 
-// Calls f(which, columns, how many, their place in the sums of a tile) for eight open columns at a
+// Calls f(sum, columns, how many, their place in the sums of a tile) for eight open columns at a
 // time: of dgamma (0), then of dbeta (1).
 template <class F> INLINE void each_eight(const Call& c, F f) {
     Index place = 0;
-    for (int which = 0; which < 2; which++)
-        for (Index k = 0; k < c.open_count[which]; k += 8, place += Closely::SIZE)
-            f(which, c.open[which] + k, at_most(c.open_count[which] - k, 8), place);
+    for (int sum : {DGAMMA, DBETA})
+        for (Index k = 0; k < c.open.count[sum]; k += 8, place += Closely::SIZE)
+            f(sum, c.open.columns[sum] + k, at_most(c.open.count[sum] - k, 8), place);
 }
 
 template <class T> INLINE Lanes<8> gather(const T* row, const Index* columns, Index count) {
@@ -52,13 +52,13 @@ template <class T> INLINE Lanes<8> gather(const T* row, const Index* columns, In
 // Terms of dgamma by the statistics of the forward, in float64, or by new ones, in pairs.
 template <bool LAYER> struct FloatTerms {
     const Call& c;
-    double chain = chain_of(c.n, L, RUN);
+    double chain = chain_of(c.n, LANES, RUN);
     template <class T> void begin(const T* const*, Index, Index) {}
     INLINE void add(Closely& of, Lanes<8> d, Lanes<8> v, Index i, Index) const {
         double rstd = c.rstd[i];
         double mean = LAYER ? c.mean[i] : 0;
         double mean_lo = LAYER ? c.mean_lo[i] : 0;
-        Errors errors = errors_again<LAYER>(c, i, 0, chain);
+        Errors errors = errors_again<LAYER>(c.spread[i], rstd, c.eps, 0, chain);
         Lanes<8> xhat =
             fma(v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-mean_lo * rstd));
         of.add(two_product(d, xhat));
@@ -71,20 +71,20 @@ template <bool LAYER> struct PairTerms {
     pairs::RowStats rows[GROUP] = {};
     template <class T> void begin(const T* const* x, Index, Index count) {
         pairs::Stats of;
-        pairs::statistics<LAYER>(x, c, (int)count, of);
+        pairs::statistics<LAYER>(x, (int)count, c.n, c.eps, of);
         for (int r = 0; r < count; r++) {
             rows[r] = of.at(r, LAYER ? __builtin_nan("") : 0);
             bool is_there = false;
-            for (Index k = 0; k < c.open_count[0]; k++)
-                is_there |= number(x[r] + c.open[0][k]) == rows[r].mean;
-            if (LAYER && is_there) pairs::find_center(x[r], c, rows[r]);
+            for (Index k = 0; k < c.open.count[0]; k++)
+                is_there |= number(x[r] + c.open.columns[0][k]) == rows[r].mean;
+            if (LAYER && is_there) pairs::find_center(x[r], c.n, c.x.type, rows[r]);
         }
     }
     INLINE void add(Closely& of, Lanes<8> d, Lanes<8> v, Index, Index r) const {
-        pairs::Row row(rows[r]);
-        pairs::Pairs xhat = pairs::xhat_of<LAYER>(v, row);
+        pairs::ElementOfXhat<LAYER> element(rows[r]);
+        pairs::Pairs xhat = element.of(v);
         of.add(xhat * d);
-        Lanes<8> size = magnitude(xhat.high) + pairs::shared<LAYER>(row.spread, v, row.center);
+        Lanes<8> size = element.size(v, xhat);
         of.error = of.error + broadcast<8>(sums_bound(c.n, 0, 0)) * (magnitude(d) * size);
     }
 };
@@ -100,16 +100,16 @@ template <class Terms, class T> void close_rows(const Call& c, Tile rows, double
             x[r] = (const T*)row_of(c.x, top + r);
         }
         terms.begin(x, top, count);
-        each_eight(c, [&](int which, const Index* columns, Index together, Index place) {
+        each_eight(c, [&](int sum, const Index* columns, Index together, Index place) {
             Lanes<8> d[GROUP], v[GROUP];
             for (Index r = 0; r < count; r++) {
                 d[r] = gather(dy[r], columns, together);
-                if (which == 0) v[r] = gather(x[r], columns, together);
+                if (sum == DGAMMA) v[r] = gather(x[r], columns, together);
             }
             Closely of;
             of.load_from(sums + place);
             for (Index r = 0; r < count; r++)
-                if (which == 0)
+                if (sum == DGAMMA)
                     terms.add(of, d[r], v[r], top + r, r);
                 else
                     of.add({d[r], {}});
@@ -120,15 +120,15 @@ template <class Terms, class T> void close_rows(const Call& c, Tile rows, double
 
 // Sums the open columns of a tile.
 void close_tile(const Call& c, Index number, int thread) {
-    double* sums = c.sums + c.sums_per_tile() * number;
+    double* sums = c.scratch.sums + c.sums_per_tile() * number;
     each_eight(c, [&](int, const Index*, Index, Index place) { Closely().store_to(sums + place); });
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         if constexpr (sizeof(T) < 8) {
-            auto add = c.in_pairs ? c.rms ? close_rows<PairTerms<false>, T>
-                                          : close_rows<PairTerms<true>, T>
-                       : c.rms    ? close_rows<FloatTerms<false>, T>
-                                  : close_rows<FloatTerms<true>, T>;
+            auto add = c.open.in_pairs ? c.rms ? close_rows<PairTerms<false>, T>
+                                               : close_rows<PairTerms<true>, T>
+                       : c.rms         ? close_rows<FloatTerms<false>, T>
+                                       : close_rows<FloatTerms<true>, T>;
             each_strip(c, own_of(c, thread), tile_of(c, number),
                 [&](const Call& plain, Tile strip) { add(plain, strip, sums); });
         }
@@ -139,30 +139,31 @@ void close_tile(const Call& c, Index number, int thread) {
 // its sum is exact as a pair, since sums of few narrow numbers mostly are, and are often midpoints.
 // Others of dbeta are left to integers.
 void close_columns(const Call& c) {
-    each_eight(c, [&](int which, const Index* columns, Index count, Index place) {
+    each_eight(c, [&](int sum, const Index* columns, Index count, Index place) {
         Closely all;
-        for (Index tile = 0; tile < c.tiles; tile++) {
+        for (Index tile = 0; tile < c.plan.tiles; tile++) {
             Closely of;
-            of.load_from(c.sums + c.sums_per_tile() * tile + place);
+            of.load_from(c.scratch.sums + c.sums_per_tile() * tile + place);
             all.add(of.sum);
             all.error = all.error + of.error;
         }
         double words[Closely::SIZE];
         const double* error = words + 16;
         all.store_to(words);
-        of_type(c.sums_type[which], [&](auto* kind) {
+        of_type(c.sums_type[sum], [&](auto* kind) {
             using To = std::remove_pointer_t<decltype(kind)>;
             To results[8];
             uint8_t differ[8];
-            round_pairs(results, words, words + 8, which == 0 ? error : nullptr, 1.02, 8, differ);
+            PairVectors sums = {words, words + 8, sum == DGAMMA ? error : nullptr};
+            round_pairs(results, sums, 1.02, 8, differ);
             for (Index k = 0; k < count; k++) {
-                uint8_t& mark = c.uncertified[which][columns[k]];
-                if (which == 1 ? error[k] == 0
-                               : !differ[k] && error[k] < __builtin_inf() &&
-                                     magnitude(words[k]) < __builtin_inf()) {
-                    write((To*)c.sums_out[which] + columns[k], results[k]);
+                uint8_t& mark = c.uncertified[sum][columns[k]];
+                if (sum == DBETA ? error[k] == 0
+                                 : !differ[k] && error[k] < __builtin_inf() &&
+                                       magnitude(words[k]) < __builtin_inf()) {
+                    write((To*)c.sums_out[sum] + columns[k], results[k]);
                     mark = 0;
-                } else if (which == 1) {
+                } else if (sum == DBETA) {
                     mark = UNCERTIFIED;
                 }
             }

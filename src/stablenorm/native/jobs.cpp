@@ -1,40 +1,18 @@
-// Deals a call out to threads. The shape and dtypes alone decide the tiles: no bit depends on
-// threads.
+// Deals the tiles of a call out to threads; its plan and scratch memory come before.
 #include "jobs.h"
 
-#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 
 #include "memory.h"
+#include "plan.h"
+#include "scratch.h"
 
 namespace jobs {
 
 const Kernels* kernels;
 
 namespace {
-
-// Elements of a tile of the forward: 4 us of work, so that the last tile keeps nobody waiting and
-// claiming one (20 ns) costs nothing. Small calls have four tiles, down to 1 us each.
-constexpr Index FORWARD_TILE = 1 << 14;
-constexpr Index LEAST_FORWARD_TILE = 1 << 12;
-constexpr Index FEW_TILES = 4;
-
-// Tiles of the backward have four vectors of sums each: at most 64 tiles, as few as 8 where rows
-// are long, keep these within a few MB. Small calls have up to four, if the sums are a small part
-// of the work of each.
-constexpr Index BACKWARD_TILE = 1 << 16;
-constexpr Index LEAST_BACKWARD_TILE = 1 << 13;
-constexpr Index LEAST_ROWS = 16;
-constexpr Index MOST_TILES = 64;
-constexpr Index FEWEST_TILES = 8;
-constexpr Index SUMS = 1 << 17;
-
-Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : GROUP; }
-
-// A forward with non-temporal stores takes rows of this length or more two by two: n = 256, 4.0
-// 10^9 elements a second, else 2.9.
-constexpr Index LEAST_OF_TWO = 128;
 
 // Time of an element in double-double over that of another.
 constexpr Index COST = 4;
@@ -43,20 +21,10 @@ constexpr Index COST = 4;
 constexpr Index SHARED = 1 << 13;
 constexpr Index WORTH_WAKING = 1 << 16;
 
-// Results of this size and more use non-temporal stores: (4, 512, 1024) with two threads, 570 to
-// 660 us, without up to 1070. Inputs beyond the cache of one core are prefetched.
-constexpr Index PAST_CACHES = 4 << 20;
-constexpr Index OWN_CACHE = 1 << 20;
-
-Index forward_rows(Index rows, Index n, Index together) {
-    Index elements = std::min(std::max(rows * n / FEW_TILES, LEAST_FORWARD_TILE), FORWARD_TILE);
-    return std::max<Index>(elements / n / together, 1) * together;
-}
-
-Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
+Index finish_parts(const Call& c) { return c.is_summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
 
 void note_overflow(const Call& c) {
-    if (pool::has_overflowed()) __atomic_store_n(c.overflowed, true, __ATOMIC_RELAXED);
+    if (pool::has_overflowed()) __atomic_store_n(c.scratch.overflowed, true, __ATOMIC_RELAXED);
 }
 
 void tile_work(void* data, Index number, int thread) {
@@ -66,45 +34,32 @@ void tile_work(void* data, Index number, int thread) {
 }
 
 bool is_unsummed(const Call& c) {
-    return c.summing() && c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows);
+    return c.is_summing() && c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows);
 }
 
 void finish_work(void* data, Index part, int) {
     const Call& c = *(const Call*)data;
-    Index which = part % 2;
+    Index sum = part % 2;
     Index start = part / 2 * COLUMNS;
-    if (c.sums_out[which])
-        kernels->finish(c, (int)which, start, std::min(start + COLUMNS, c.n), is_unsummed(c));
+    if (c.sums_out[sum])
+        kernels->finish(c, (int)sum, start, std::min(start + COLUMNS, c.n), is_unsummed(c));
     note_overflow(c);
 }
 
-Index backward_rows(Index rows, Index n, bool nearest) {
-    Index limit = std::max(std::min(SUMS / n, MOST_TILES), FEWEST_TILES);
-    Index few = std::min(
-        std::min(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)),
-        FEW_TILES);
-    Index tiles = std::min(std::max<Index>(std::max(rows * n / BACKWARD_TILE, few), 1), limit);
-    Index size = std::max<Index>((rows + tiles - 1) / tiles, 1);
-    return (size + GROUP - 1) / GROUP * GROUP;
-}
-
-// Takes the scratch memory of all threads in one piece.
-bool take_scratch(Call& c, int threads, double*& memory) {
+// Takes the scratch memory of all threads in one piece; null if there is none.
+double* take_scratch(Call& c, int threads) {
     Arena shared, own;
-    c.lay_out_parameters(shared);
-    c.lay_out_sums(shared);
+    lay_out(c, shared, c.scratch);
     (void)Own(c, own);
     // No more threads than parts have work.
-    Index parts = std::min<Index>(threads, c.tiles);
-    c.scratch_bytes = (shared.used + own.used * parts) * (Index)sizeof(double);
-    memory = (double*)memory::take((size_t)c.scratch_bytes);
-    if (!memory) return false;
-    Arena real{memory, 0};
-    c.lay_out_parameters(real);
-    c.lay_out_sums(real);
-    c.own = memory + real.used;
-    c.own_size = own.used;
-    return true;
+    Index parts = std::min<Index>(threads, c.plan.tiles);
+    c.scratch.bytes = (shared.used + own.used * parts) * (Index)sizeof(double);
+    Arena real{(double*)memory::take((size_t)c.scratch.bytes), 0};
+    if (!real.memory) return nullptr;
+    lay_out(c, real, c.scratch);
+    c.scratch.own = real.memory + real.used;
+    c.scratch.own_size = own.used;
+    return real.memory;
 }
 
 void close_work(void* data, Index number, int thread) {
@@ -113,26 +68,27 @@ void close_work(void* data, Index number, int thread) {
 
 // Lists the open columns, in memory for as many; false if there are none.
 bool list_open(Call& c, Index* columns) {
-    for (int which = 0; which < 2; which++) {
-        c.open[which] = columns;
-        for (Index j = 0; c.sums_out[which] && j < c.n; j++)
-            if (c.uncertified[which][j] == OPEN) *columns++ = j;
-        c.open_count[which] = columns - c.open[which];
+    for (int i = 0; i < 2; i++) {
+        c.open.columns[i] = columns;
+        for (Index j = 0; c.sums_out[i] && j < c.n; j++)
+            if (c.uncertified[i][j] == OPEN) *columns++ = j;
+        c.open.count[i] = columns - c.open.columns[i];
     }
-    return c.open_count[0] + c.open_count[1];
+    return c.open.count[0] + c.open.count[1];
 }
 
-// Closes the open columns; integers do those that are left.
-State close_columns(const Call& of, int threads) {
-    Call c = of;
-    c.y = c.plus = Rows{};  // only x and dy are read
-    c.scratch_bytes = 2 * c.n * (Index)sizeof(Index);
-    Index* columns = (Index*)memory::take((size_t)c.scratch_bytes);
+// Closes the open columns, if there are any; integers do those that are left.
+State close_columns(Call& c, int threads) {
+    if (!c.uncertified[0] || !memchr(c.uncertified[0], OPEN, (size_t)(2 * c.n))) return DONE;
+    c.scratch.bytes = 2 * c.n * (Index)sizeof(Index);
+    Index* columns = (Index*)memory::take((size_t)c.scratch.bytes);
     if (!columns) return NO_MEMORY;
+    // Only x and dy are read: strips shall not scatter dx again.
+    c.y = c.plus = Rows{};
     for (bool in_pairs : {false, true}) {
         if (!list_open(c, columns)) break;
-        c.in_pairs = in_pairs;
-        pool::run(c.tiles, threads, true, close_work, &c);
+        c.open.in_pairs = in_pairs;
+        pool::run(c.plan.tiles, threads, true, close_work, &c);
         kernels->close_columns(c);
     }
     memory::give(columns);
@@ -141,19 +97,18 @@ State close_columns(const Call& of, int threads) {
 
 // Does all tiles, then the sums.
 State run_tiles(Call& c, int threads) {
-    bool wake = c.rows * c.n * (c.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
+    bool wake = c.rows * c.n * (c.plan.in_pairs ? COST : 1) >= WORTH_WAKING || pool::is_in_use();
     if (!kernels->prepare(c)) return DECLINED;
-    pool::run(c.tiles, threads, wake, tile_work, &c);
+    pool::run(c.plan.tiles, threads, wake, tile_work, &c);
     if (is_unsummed(c) && !c.unrounded) {
         // Two sums of n columns, three words each.
-        c.scratch_bytes = 6 * c.n * (Index)sizeof(double);
-        c.partial[0] = (double*)memory::take((size_t)c.scratch_bytes);
+        c.scratch.bytes = 6 * c.n * (Index)sizeof(double);
+        c.partial[0] = (double*)memory::take((size_t)c.scratch.bytes);
         if (!c.partial[0]) return NO_MEMORY;
         c.partial[1] = c.partial[0] + 3 * c.n;
     }
-    pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
-    bool open = c.uncertified[0] && memchr(c.uncertified[0], OPEN, (size_t)(2 * c.n));
-    return open ? close_columns(c, threads) : DONE;
+    pool::run(finish_parts(c), c.plan.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
+    return close_columns(c, threads);
 }
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -170,41 +125,18 @@ bool has_v4() {
 
 }  // namespace
 
-void plan(Call& c) {
-    for (auto array : ARRAYS) c.strided |= (c.*array).run != 0;
-    c.tile_rows = c.backward ? backward_rows(c.rows, c.n, c.nearest)
-                             : forward_rows(c.rows, c.n, c.strided ? STRIP : GROUP);
-    c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
-    bool any_float64 = (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64);
-    for (int i = 0; i < 2; i++) any_float64 |= c.sums_out[i] && c.sums_type[i] == F64;
-    bool needs_pairs = c.unrounded || (c.rms && c.sums_out[1]) || any_float64;
-    bool needs_staging = c.y.type != c.x.type || (c.backward && c.plus.data);
-    // Pairs round rare calls correctly, and hold the digits of a float64 result.
-    c.in_pairs = c.in_pairs || (c.nearest && (needs_pairs || needs_staging));
-    c.staged = needs_staging || (c.in_pairs && (c.nearest || c.x.type != F64));
-    Index row_bytes = c.n * BYTES[c.x.type];
-    Index bytes = c.rows * row_bytes;
-    bool aligned = c.y.type == c.x.type && !c.y.run && c.y.stride == row_bytes &&
-                   row_bytes % kernels->alignment == 0 &&
-                   (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
-    c.past = aligned && bytes >= PAST_CACHES;
-    c.ahead = bytes >= OWN_CACHE;
-    c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);
-    if (c.in_pairs) c.step = c.step_in_pairs();
-}
-
 State run(Call& c, int threads) {
-    double* scratch;
-    threads = c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED
-                  ? 1
-                  : (int)std::min<Index>(threads, pool::MOST);
-    if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
+    c.plan = plan_of(c, kernels->alignment);
+    bool shared = c.rows * c.n * (c.plan.in_pairs ? COST : 1) >= SHARED;
+    threads = shared ? (int)std::min<Index>(threads, pool::MOST) : 1;
+    double* scratch = take_scratch(c, threads);
+    if (!scratch) return NO_MEMORY;
     pool::DefaultControl control;
     bool overflowed = false;
-    c.overflowed = &overflowed;
+    c.scratch.overflowed = &overflowed;
     State state = run_tiles(c, threads);
     memory::give(scratch);
-    return state == DONE && overflowed && !c.pairs() ? OVERFLOWED : state;
+    return state == DONE && overflowed && !c.has_pairs() ? OVERFLOWED : state;
 }
 
 // ---- which kernels ----

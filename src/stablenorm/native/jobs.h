@@ -6,11 +6,8 @@ namespace jobs {
 
 enum State { DONE, DECLINED, NO_MEMORY, OVERFLOWED };
 
-// Plans a call by its shape and dtypes alone: tiles, arithmetic, stores.
-void plan(Call& c);
-
-// Runs a call. OVERFLOWED: done, but an operation overflowed. DECLINED, and nothing written: gamma,
-// beta or eps is out of range, or y may overflow that takes the place of x.
+// Plans and runs a call. OVERFLOWED: done, but an operation overflowed. DECLINED, and nothing
+// written: gamma, beta or eps is out of range, or y may overflow that takes the place of x.
 State run(Call& c, int threads);
 
 // The kernels that this processor can run, the best first, then null; and those in use.

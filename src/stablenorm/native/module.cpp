@@ -39,9 +39,13 @@ struct of_statistics {
 };
 constexpr size_t WORDS = of_statistics::exponent;  // float64 vectors
 
-PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != OBJECTS)
-        return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", OBJECTS, count);
+using Arguments = PyObject* const*;
+PyObject* wrong_count(int needed, Py_ssize_t count) {
+    return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", needed, count);
+}
+
+PyObject* prepare(PyObject*, Arguments args, Py_ssize_t count) {
+    if (count != OBJECTS) return wrong_count(OBJECTS, count);
     for (int i = 0; i < OBJECTS; i++) python_objects[i] = Py_NewRef(args[i]);
     default_limit = Py_NewRef(args[DEFAULT_LIMIT]);
     for (int i = 0; i < 4; i++) scalar_types[i] = python_objects[SCALAR_TYPES + i];
@@ -79,16 +83,12 @@ template <class T> bool has_any(const T* v, Index count) {
 }
 // The axes of a cache, in order.
 PyObject* named_axes(uint64_t axes) {
-    PyObject* list = PyList_New(0);
-    for (int k = 0; list && k < 64; k++) {
-        PyObject* number = axes >> k & 1 ? PyLong_FromLong(k) : nullptr;
-        if (number) PyList_Append(list, number);
-        Py_XDECREF(number);
-    }
-    PyObject* tuple = list ? PyList_AsTuple(list) : nullptr;
-    Py_XDECREF(list);
+    PyObject* tuple = PyTuple_New(__builtin_popcountll(axes));
+    for (Py_ssize_t i = 0; tuple && axes; axes &= axes - 1)
+        PyTuple_SetItem(tuple, i++, PyLong_FromLong(__builtin_ctzll(axes)));
     return tuple;
 }
+// None, unless there is an error.
 PyObject* declined() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
 // Makes a named tuple of the values, whose reference it takes.
@@ -187,7 +187,7 @@ jobs::State run(Call& c, PyObject* threads) {
     if (ended == jobs::NO_MEMORY)
         PyErr_Format(PyExc_MemoryError,
             "%zd bytes of scratch memory are needed for rows of %zd elements, and could not be had",
-            c.scratch_bytes, c.n);
+            c.scratch.bytes, c.n);
     return ended;
 }
 bool is_done(jobs::State state) { return state == jobs::DONE || state == jobs::OVERFLOWED; }
@@ -214,63 +214,84 @@ PyObject* new_statistics(const Call& c, const Words& words) {
     return statistics;
 }
 
-// Arguments: x, norm, axis, out, backend, keep, residual, where, threads, and an array for the sum
-// of x and the residual. Returns y and the cache, or None.
-PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    enum { X, OF_NORM, AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, TOTAL, ALL };
-    if (count != ALL)
-        return PyErr_Format(PyExc_TypeError, "%d arguments are needed, got %zd", ALL, count);
-    Call c;
-    PyObject* out = args[OUT];
-    PyObject* total = args[TOTAL];
-    PyObject* norm = args[OF_NORM];
-    bool keep = args[KEEP] == Py_True;
-    if (!jobs::kernels || is_given(args[WHERE]) || !see_x(args[X], args[AXIS], c))
-        return declined();
-    if (!see_norm(norm, args[X], c) || !see_like_x(args[RESIDUAL], args[X], c, c.plus))
-        return declined();
-    PyArrayObject* x = (PyArrayObject*)args[X];
-    if (is_given(out)) {
-        // y may overwrite x if nothing reads x again.
-        bool is_over = out == args[X] && !c.nearest && (!keep || c.plus.data);
-        PyObject* gamma = field(norm, of_norm::gamma);
-        PyObject* beta = field(norm, of_norm::beta);
-        if (!is_room(out, args[X], {is_over ? Py_None : args[X], gamma, beta, args[RESIDUAL]}) ||
-            !see_room(out, c, c.y))
-            return declined();
-    }
-    Owned own;
-    PyObject* y = own(result_like(out, x));
-    if (c.plus.data) total = own(result_like(total, x));
-    if (!y || !total) return nullptr;
+// Arguments of a forward; `total` is an array for the sum of x and the residual.
+struct of_forward {
+    enum { x, norm, axis, out, backend, keep, residual, where, threads, total, arguments };
+};
+
+// What a forward makes: y, the x whose statistics are kept, statistics and marks of rows.
+struct Forward {
+    PyObject* y;
+    PyObject* source;
+    PyObject* statistics;
+    PyObject* marks;
+};
+
+// Sees the arguments; false to decline.
+bool see_forward(Arguments args, Call& c) {
+    PyObject* x = args[of_forward::x];
+    PyObject* norm = args[of_forward::norm];
+    PyObject* out = args[of_forward::out];
+    PyObject* residual = args[of_forward::residual];
+    if (!jobs::kernels || is_given(args[of_forward::where]) ||
+        !see_x(x, args[of_forward::axis], c) || !see_norm(norm, x, c) ||
+        !see_like_x(residual, x, c, c.plus))
+        return false;
+    if (!is_given(out)) return true;
+    // y may overwrite x if nothing reads x again.
+    bool is_over = out == x && !c.nearest && (args[of_forward::keep] != Py_True || c.plus.data);
+    PyObject* gamma = field(norm, of_norm::gamma);
+    PyObject* beta = field(norm, of_norm::beta);
+    return can_take(out, x, {is_over ? Py_None : x, gamma, beta, residual}) &&
+           see_results(out, c, c.y);
+}
+
+// Makes the arrays; false with an error, or to decline.
+bool make_forward(Arguments args, Call& c, Owned& own, Forward& made) {
+    PyArrayObject* x = (PyArrayObject*)args[of_forward::x];
+    made.y = own(result_like(args[of_forward::out], x));
+    made.source = c.plus.data ? own(result_like(args[of_forward::total], x)) : (PyObject*)x;
+    if (!made.y || !made.source) return false;
     if (c.plus.data) {
         c.source = c.x;
-        if (!see_rows(total, c.axes, c.x)) return declined();
+        if (!see_rows(made.source, c.axes, c.x)) return false;
     }
-    if (!see_rows(y, c.axes, c.y)) return declined();
-    c.in_pairs = c.x.type == F64 || c.y.type == F64;
+    if (!see_rows(made.y, c.axes, c.y)) return false;
     c.over = c.y.data == c.x.data;
-    PyObject* marks = c.pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
-    PyObject* statistics = keep ? own(new_statistics(c, words_of(c))) : Py_None;
-    if (!marks || !statistics) return nullptr;
-    jobs::plan(c);
-    jobs::State state = run(c, args[THREADS]);
+    bool keep = args[of_forward::keep] == Py_True;
+    made.marks = c.has_pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : Py_None;
+    made.statistics = keep ? own(new_statistics(c, words_of(c))) : Py_None;
+    return made.marks && made.statistics;
+}
+
+// Returns y and the cache, or None.
+PyObject* forward(PyObject*, Arguments args, Py_ssize_t count) {
+    if (count != of_forward::arguments) return wrong_count(of_forward::arguments, count);
+    Call c;
+    Owned own;
+    Forward made;
+    if (!see_forward(args, c) || !make_forward(args, c, own, made)) return declined();
+    jobs::State state = run(c, args[of_forward::threads]);
     if (!is_done(state)) return declined();
+    PyObject* norm = args[of_forward::norm];
+    PyObject* statistics = made.statistics;
+    bool keep = is_given(statistics);
     if (keep) statistics = own(as_named(STATISTICS, Py_NewRef(statistics)));
-    PyObject* source = c.plus.data ? total : args[X];
     PyObject* axes = own(named_axes(c.axes));
     if (!statistics || !axes) return nullptr;
     if (has_any(c.marks, c.rows) &&
-        !finish(FINISH_FORWARD, "OOOOOO", source, y, norm, statistics, marks, axes))
+        !finish(FINISH_FORWARD, "OOOOOO", made.source, made.y, norm, statistics, made.marks, axes))
         return nullptr;
-    if (state == jobs::OVERFLOWED && !finish(REPEAT_FORWARD, "OOOO", source, y, norm, axes))
+    if (state == jobs::OVERFLOWED &&
+        !finish(REPEAT_FORWARD, "OOOO", made.source, made.y, norm, axes))
         return nullptr;
-    if (!keep) return PyTuple_Pack(2, y, Py_None);
+    if (!keep) return PyTuple_Pack(2, made.y, Py_None);
     PyObject* backend = own(PyUnicode_FromString("native"));
-    if (!backend) return nullptr;
-    PyObject* cache = own(as_named(
-        CACHE, PyTuple_Pack(of_cache::fields, source, norm, axes, statistics, backend, Py_None)));
-    return cache ? PyTuple_Pack(2, y, cache) : nullptr;
+    PyObject* fields = backend ? PyTuple_Pack(of_cache::fields, made.source, norm, axes, statistics,
+                                     backend, Py_None)
+                               : nullptr;
+    PyObject* cache = own(as_named(CACHE, fields));
+    return cache ? PyTuple_Pack(2, made.y, cache) : nullptr;
 }
 
 // ---- backward ----
@@ -314,109 +335,152 @@ bool see_names(PyObject* names, bool (&wanted)[3]) {
     return found == count;
 }
 
-// Arguments: dy, a cache, the kind of norm, wrt, out, dsum, threads, and an array of float64, (2,
-// n, 3), for partial sums instead of dgamma and dbeta. Returns the gradients, or None.
-PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    enum { DY, OF_CACHE, KIND, WRT, OUT, DSUM, THREADS, UNROUNDED, ALL };
-    if (count != ALL)
-        return PyErr_Format(PyExc_TypeError, "%d arguments are needed, got %zd", ALL, count);
-    Call c;
-    c.backward = true;
-    c.unrounded = is_given(args[UNROUNDED]);
-    bool wanted[3] = {};
-    if (!jobs::kernels || !see_names(args[WRT], wanted)) return declined();
-    if (!see_cache(args[OF_CACHE], args[KIND], c)) {
-        PyErr_Clear();
-        return declined();
-    }
-    PyObject* x = field(args[OF_CACHE], of_cache::x);
-    PyObject* norm = field(args[OF_CACHE], of_cache::norm);
-    PyObject* axes = field(args[OF_CACHE], of_cache::axis);
-    PyObject* out = args[OUT];
-    PyObject* dy = args[DY];
-    if (!see_like_x(dy, x, c, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c, c.plus))
-        return declined();
-    if (is_given(out) && !(PyTuple_Check(out) && PyTuple_Size(out) == 3)) return declined();
+// Arguments of a backward; `unrounded` is an array of float64, (2, n, 3), for partial sums instead
+// of dgamma and dbeta.
+struct of_backward {
+    enum { dy, cache, kind, wrt, out, dsum, threads, unrounded, arguments };
+};
 
-    Owned own;
-    PyObject* likes[] = {x, field(norm, of_norm::gamma), field(norm, of_norm::beta)};
-    PyObject* results[] = {Py_None, Py_None, Py_None};
-    for (int i = 0; i < 3; i++) {
-        PyObject* target = is_given(out) ? field(out, i) : Py_None;
-        // Decline an out of another shape or dtype, that overlaps, or whose gradient is not wanted:
-        // `functional` reports it.
-        if (is_given(target) && !wanted[i]) return declined();
-        // dx may overwrite dy if nothing reads dy again.
-        PyObject* read = target == dy && i == 0 && !c.nearest && c.x.type != F64 ? Py_None : dy;
-        if (is_given(target) &&
-            !is_room(target, likes[i], {x, likes[1], read, args[DSUM], results[0], results[1]}))
-            return declined();
-        if (!wanted[i] || !is_given(likes[i]) || (i > 0 && c.unrounded)) continue;
-        results[i] = own(result_like(target, (PyArrayObject*)likes[i]));
-        if (!results[i]) return nullptr;
+// What a backward reads of the cache, what is wanted, and what it makes: gradients of x, gamma and
+// beta, marks of rows, uncertified columns, partial sums.
+struct Backward {
+    PyObject* x;
+    PyObject* norm;
+    bool wanted[3] = {};
+    PyObject* gradients[3] = {Py_None, Py_None, Py_None};
+    PyObject* marks = Py_None;
+    PyObject* uncertified = Py_None;
+    PyObject* partial = Py_None;
+};
+
+// Sees the arguments; false to decline.
+bool see_backward(Arguments args, Call& c, Backward& made) {
+    PyObject* cache = args[of_backward::cache];
+    PyObject* out = args[of_backward::out];
+    c.backward = true;
+    c.unrounded = is_given(args[of_backward::unrounded]);
+    if (!jobs::kernels || !see_names(args[of_backward::wrt], made.wanted)) return false;
+    if (!see_cache(cache, args[of_backward::kind], c)) {
+        PyErr_Clear();
+        return false;
     }
-    Index columns = 2 * c.n;
-    PyObject* none = Py_None;
-    PyObject* marks = none;
-    PyObject* uncertified = none;
-    PyObject* partial = none;
-    PyObject* statistics = field(args[OF_CACHE], of_cache::statistics);
+    made.x = field(cache, of_cache::x);
+    made.norm = field(cache, of_cache::norm);
+    return see_like_x(args[of_backward::dy], made.x, c, c.dy) && c.dy.data &&
+           see_like_x(args[of_backward::dsum], made.x, c, c.plus) &&
+           (!is_given(out) || (PyTuple_Check(out) && PyTuple_Size(out) == 3));
+}
+
+// Makes the gradients that are wanted; false with an error, or to decline an out of another shape
+// or dtype, that overlaps, or whose gradient is not wanted: `functional` reports it.
+bool make_gradients(Arguments args, Call& c, Owned& own, Backward& made) {
+    PyObject* out = args[of_backward::out];
+    PyObject* dy = args[of_backward::dy];
+    PyObject* gamma = field(made.norm, of_norm::gamma);
+    PyObject* likes[] = {made.x, gamma, field(made.norm, of_norm::beta)};
+    for (int i = 0; i < 3; i++) {
+        PyObject*& gradient = made.gradients[i];
+        PyObject* target = is_given(out) ? field(out, i) : Py_None;
+        if (is_given(target)) {
+            // dx may overwrite dy if nothing reads dy again.
+            bool is_over = target == dy && i == 0 && !c.nearest && c.x.type != F64;
+            if (!made.wanted[i] ||
+                !can_take(target, likes[i],
+                    {made.x, gamma, is_over ? Py_None : dy, args[of_backward::dsum],
+                        made.gradients[0], made.gradients[1]}))
+                return false;
+        }
+        if (!made.wanted[i] || !is_given(likes[i]) || (i > 0 && c.unrounded)) continue;
+        gradient = own(result_like(target, (PyArrayObject*)likes[i]));
+        if (!gradient) return false;
+    }
     c.y.type = c.x.type;
-    if (is_given(results[0]) && !see_room(results[0], c, c.y)) return declined();
-    c.in_pairs = c.x.type == F64 || c.y.type == F64;
+    if (is_given(made.gradients[0]) && !see_results(made.gradients[0], c, c.y)) return false;
+    c.over = c.y.data && c.y.data == c.dy.data && !c.has_pairs();
+    return true;
+}
+
+// Sees where the sums over rows go; false to decline.
+bool see_sums(Arguments args, Call& c, Backward& made) {
     if (c.unrounded) {
-        PyArrayObject* sums = (PyArrayObject*)(partial = args[UNROUNDED]);
-        if (!PyArray_CheckExact(partial) || PyArray_TYPE(sums) != NPY_DOUBLE ||
-            !PyArray_ISCARRAY(sums) || PyArray_SIZE(sums) != 3 * columns)
-            return declined();
+        made.partial = args[of_backward::unrounded];
+        PyArrayObject* sums = (PyArrayObject*)made.partial;
+        if (!PyArray_CheckExact(made.partial) || PyArray_TYPE(sums) != NPY_DOUBLE ||
+            !PyArray_ISCARRAY(sums) || PyArray_SIZE(sums) != 6 * c.n)
+            return false;
         c.partial[0] = (double*)PyArray_DATA(sums);
+        c.partial[1] = c.partial[0] + 3 * c.n;
     }
     for (int i = 0; i < 2; i++) {
+        PyArrayObject* sums = (PyArrayObject*)made.gradients[1 + i];
+        if (c.unrounded && made.wanted[1 + i]) c.sums_out[i] = (char*)c.partial[0];
+        if (!is_given(made.gradients[1 + i])) continue;
         // Sums over rows are one behind the other.
-        PyArrayObject* sums = (PyArrayObject*)results[1 + i];
-        if (c.unrounded && wanted[1 + i]) c.sums_out[i] = (char*)c.partial[0];
-        if (!is_given(results[1 + i])) continue;
-        if (!is_of_floats(results[1 + i], c.sums_type[i]) || !PyArray_IS_C_CONTIGUOUS(sums))
-            return declined();
+        if (!is_of_floats(made.gradients[1 + i], c.sums_type[i]) || !PyArray_IS_C_CONTIGUOUS(sums))
+            return false;
         c.sums_out[i] = PyArray_BYTES(sums);
+        // Sums that overflow are computed again from dy: mostly those of a narrower range than its
+        // own.
+        if (c.over && c.sums_type[i] == F16 && c.x.type != F16) return false;
     }
-    c.over = c.y.data && c.y.data == c.dy.data && !c.pairs();
-    // Sums that overflow are computed again from dy: mostly those of a narrower range than its own.
-    for (int i = 0; c.over && i < 2; i++)
-        if (c.sums_out[i] && c.sums_type[i] == F16 && c.x.type != F16) return declined();
-    if (c.over && !(marks = own(new_vector(c.rows, NPY_UINT8, c.marks)))) return nullptr;
-    if (c.pairs()) {
-        marks = own(new_vector(c.rows, NPY_UINT8, c.marks));
-        uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
-        if (!marks || !uncertified) return nullptr;
-        memset(c.uncertified[0], 0, (size_t)columns);
-        c.uncertified[1] = c.uncertified[0] + c.n;
-        // Rows that the forward found out of range have no rstd_lo.
-        for (Index i = 0; i < c.rows; i++)
-            c.marks[i] = c.rstd_lo && c.rstd_lo[i] != c.rstd_lo[i] && c.rstd[i] == c.rstd[i]
-                             ? UNCERTIFIED | UNSUMMED
-                             : 0;
-    }
-    if (c.partial[0]) c.partial[1] = c.partial[0] + 3 * c.n;
-    jobs::plan(c);
-    jobs::State state = run(c, args[THREADS]);
+    return true;
+}
+
+// Makes marks of rows and of columns; false with an error.
+bool make_marks(Call& c, Owned& own, Backward& made) {
+    if (!c.has_pairs() && !c.over) return true;
+    made.marks = own(new_vector(c.rows, NPY_UINT8, c.marks));
+    if (!made.marks) return false;
+    // Rows that the forward found out of range have no rstd_lo.
+    auto is_lost = [&](Index i) {
+        return c.rstd_lo && c.rstd_lo[i] != c.rstd_lo[i] && c.rstd[i] == c.rstd[i];
+    };
+    for (Index i = 0; i < c.rows; i++) c.marks[i] = is_lost(i) ? UNCERTIFIED | UNSUMMED : 0;
+    if (!c.has_pairs()) return true;
+    made.uncertified = own(new_vector(2 * c.n, NPY_UINT8, c.uncertified[0]));
+    if (!made.uncertified) return false;
+    memset(c.uncertified[0], 0, (size_t)(2 * c.n));
+    c.uncertified[1] = c.uncertified[0] + c.n;
+    return true;
+}
+
+// Takes the partial sums that a call with unsummed rows made; false with an error.
+bool take_partial(Call& c, Owned& own, Backward& made) {
+    if (c.unrounded || !c.partial[0]) return true;
+    double* copy;
+    made.partial = own(new_vector(6 * c.n, NPY_DOUBLE, copy));
+    if (made.partial) memcpy(copy, c.partial[0], (size_t)(6 * c.n) * sizeof(double));
+    memory::give(c.partial[0]);
+    return made.partial;
+}
+
+// Returns the gradients, or None.
+PyObject* backward(PyObject*, Arguments args, Py_ssize_t count) {
+    if (count != of_backward::arguments) return wrong_count(of_backward::arguments, count);
+    Call c;
+    Owned own;
+    Backward made;
+    if (!see_backward(args, c, made) || !make_gradients(args, c, own, made) ||
+        !see_sums(args, c, made) || !make_marks(c, own, made))
+        return declined();
+    jobs::State state = run(c, args[of_backward::threads]);
     if (!is_done(state)) return declined();
-    if (c.partial[0] && !c.unrounded) {
-        double* copy;
-        partial = own(new_vector(3 * columns, NPY_DOUBLE, copy));
-        if (partial) memcpy(copy, c.partial[0], (size_t)(3 * columns) * sizeof(double));
-        memory::give((char*)c.partial[0]);
-        if (!partial) return nullptr;
-    }
-    PyObject* gradients =
-        own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
+    if (!take_partial(c, own, made)) return nullptr;
+    PyObject** of = made.gradients;
+    PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, of[0], of[1], of[2])));
     if (!gradients) return nullptr;
-    bool unfinished = c.pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], columns));
-    if (unfinished && !finish(FINISH_BACKWARD, "OOOOOOOOOOi", dy, x, norm, statistics, gradients,
-                          args[DSUM], axes, marks, uncertified, partial, (int)c.unrounded))
+    PyObject* dy = args[of_backward::dy];
+    PyObject* dsum = args[of_backward::dsum];
+    PyObject* axes = field(args[of_backward::cache], of_cache::axis);
+    PyObject* statistics = field(args[of_backward::cache], of_cache::statistics);
+    bool unfinished =
+        c.has_pairs() && (has_any(c.marks, c.rows) || has_any(c.uncertified[0], 2 * c.n));
+    if (unfinished &&
+        !finish(FINISH_BACKWARD, "OOOOOOOOOOi", dy, made.x, made.norm, statistics, gradients, dsum,
+            axes, made.marks, made.uncertified, made.partial, (int)c.unrounded))
         return nullptr;
-    if (state == jobs::OVERFLOWED &&
-        !finish(REPEAT_BACKWARD, "OOOOOOO", dy, x, norm, gradients, args[DSUM], axes, marks))
+    if (state == jobs::OVERFLOWED && !finish(REPEAT_BACKWARD, "OOOOOOO", dy, made.x, made.norm,
+                                         gradients, dsum, axes, made.marks))
         return nullptr;
     return Py_NewRef(gradients);
 }
@@ -446,7 +510,7 @@ PyObject* use(PyObject*, PyObject* name) {
 
 // ---- methods of the module ----
 
-PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* empty(PyObject*, Arguments args, Py_ssize_t count) {
     if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) > 64)
         return PyErr_Format(
             PyExc_TypeError, "a shape and a dtype are needed, got %zd objects", count);
@@ -458,8 +522,8 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // Calls a Python function with the default control word: call(function, arguments, keywords).
-PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 3) return PyErr_Format(PyExc_TypeError, "3 arguments are needed, got %zd", count);
+PyObject* call(PyObject*, Arguments args, Py_ssize_t count) {
+    if (count != 3) return wrong_count(3, count);
     pool::DefaultControl control;
     return PyObject_Call(args[0], args[1], args[2]);
 }

@@ -4,7 +4,7 @@
 #pragma once
 #include <utility>
 
-#include "call.h"
+#include "scratch.h"
 #include "rows.h"
 
 namespace {
@@ -46,26 +46,34 @@ INLINE void move_block(const char* from, Index from_stride, char* to, Index to_s
     for (size_t i = 0; i < K; i++) write(to + (Index)i * to_stride, a[i]);
 }
 
-// Moves rows, which lie `stride` bytes apart and their elements `apart`, to or from plain rows,
-// `pitch` apart.
+// Rows that lie `stride` bytes apart, and their elements `apart`.
+struct Grid {
+    char* at;
+    Index stride;
+    Index apart;
+};
+
+// Moves rows of n elements to or from plain rows.
 template <bool GATHER, class U>
-NOINLINE void move_rows(
-    char* at, Index stride, Index apart, char* plain, Index pitch, Index rows, Index n) {
+NOINLINE void move_rows(Grid grid, Grid plain, Index rows, Index n) {
     constexpr Index K = (Index)K_OF<U>;
     constexpr Index SIZE = sizeof(U);
-    if (stride == -SIZE) {
-        at -= (rows - 1) * SIZE;
-        plain += (rows - 1) * pitch;
-        pitch = -pitch;
-        stride = SIZE;
+    if (grid.stride == -SIZE) {
+        grid.at -= (rows - 1) * SIZE;
+        grid.stride = SIZE;
+        plain.at += (rows - 1) * plain.stride;
+        plain.stride = -plain.stride;
     }
-    if (stride != SIZE || rows < K || n < K) {
+    auto move = [&](Index r, Index j, auto f) {
+        char* here = grid.at + r * grid.stride + j * grid.apart;
+        char* there = plain.at + r * plain.stride + j * SIZE;
+        GATHER ? f(here, grid.apart, there, plain.stride)
+               : f(there, plain.stride, here, grid.apart);
+    };
+    if (grid.stride != SIZE || rows < K || n < K) {
+        auto one = [](char* from, Index, char* to, Index) { write(to, read<U>(from)); };
         for (Index r = 0; r < rows; r++)
-            for (Index j = 0; j < n; j++) {
-                char* here = at + r * stride + j * apart;
-                char* there = plain + r * pitch + j * SIZE;
-                write(GATHER ? there : here, read<U>(GATHER ? here : there));
-            }
+            for (Index j = 0; j < n; j++) move(r, j, one);
         return;
     }
     Index width = rows * SIZE;
@@ -76,16 +84,10 @@ NOINLINE void move_rows(
         // forward 0.9 ns an element; those of columns to come, into the first, 1.05.
         for (Index ahead = width; ahead > 0; ahead -= 64)
             for (Index k = 0; k < K; k++)
-                __builtin_prefetch(at + (j + k) * apart + width + ahead - 1, !GATHER, SECOND_LEVEL);
-        for (Index start = 0; start < rows; start += K) {
-            Index r = at_most(start, rows - K);
-            char* here = at + r * SIZE + j * apart;
-            char* there = plain + r * pitch + j * SIZE;
-            if (GATHER)
-                move_block<U>(here, apart, there, pitch);
-            else
-                move_block<U>(there, pitch, here, apart);
-        }
+                __builtin_prefetch(
+                    grid.at + (j + k) * grid.apart + width + ahead - 1, !GATHER, SECOND_LEVEL);
+        for (Index start = 0; start < rows; start += K)
+            move(at_most(start, rows - K), j, move_block<U>);
     }
 }
 
@@ -110,14 +112,14 @@ template <bool GATHER> void move_strip(const Rows& a, Index n, Tile strip, const
                                      : move_rows<GATHER, uint64_t>;
     for (Index i = strip.first, count; i < strip.stop; i += count) {
         count = at_most(strip.stop - i, a.run - i % a.run);
-        move(place_of(a, i), a.stride, a.apart, row_of(plain, i), plain.stride, count, n);
+        move({place_of(a, i), a.stride, a.apart}, {row_of(plain, i), plain.stride, 0}, count, n);
     }
 }
 
 // Calls f(call, rows) for the rows of a tile: at once, or strip by strip, with a call whose rows
 // are plain.
 template <class F> void each_strip(const Call& c, const Own& own, Tile tile, F f) {
-    if (!c.strided) return f(c, tile);
+    if (!c.plan.strided) return f(c, tile);
     Call plain = c;
     for (Index first = tile.first; first < tile.stop; first += STRIP) {
         Tile strip = {first, at_most(first + STRIP, tile.stop)};

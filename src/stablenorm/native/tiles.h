@@ -5,50 +5,61 @@
 
 namespace {
 
-template <class T> Index columns_ahead(const Call& c, Index rows) {
-    Index least = LEAST_AHEAD / (Index)sizeof(T);
-    Index distance = 2 * rows * c.n;
-    return !c.ahead ? 0 : distance > least ? distance : least;
-}
-
 Own own_of(const Call& c, int thread) {
-    Arena arena{c.own + c.own_size * thread, 0};
+    Arena arena{c.scratch.own + c.scratch.own_size * thread, 0};
     return Own(c, arena);
 }
 
 Tile tile_of(const Call& c, Index number) {
-    Index first = number * c.tile_rows;
-    Index stop = first + c.tile_rows;
-    return {first, stop < c.rows ? stop : c.rows};
+    Index first = number * c.plan.tile_rows;
+    return {first, at_most(first + c.plan.tile_rows, c.rows)};
 }
 
-// Row i of x, where it lies or lifted to `room`, after adding the residual.
-template <class T> INLINE const T* x_row(const Call& c, Index i, double* room) {
-    if (c.source.data) add_residual(c, i);
-    return row_as<T>(c, c.x, i, room);
+// The columns of a call, and the distance of prefetches where `together` rows of T are done at
+// once.
+template <class T> Columns columns_of(const Call& c, Index together) {
+    Index least = LEAST_AHEAD / (Index)sizeof(T);
+    Index distance = 2 * together * c.n;
+    Index ahead = !c.plan.ahead ? 0 : distance > least ? distance : least;
+    return {c.scratch.gamma, c.scratch.beta, c.scratch.sizes, c.n, ahead};
 }
 
-// Measures the rows of a tile, some together, and calls write(first row, how many, their x, their
-// statistics).
-template <bool LAYER, class T, class StatsType, class Write>
-INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
-    StatsType stats[2];
-    const T* x[2][GROUP];
-    auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
-    auto measure_from = [&](Index top, int which) {
-        for (int r = 0; r < count_from(top); r++)
-            x[which][r] = x_row<T>(c, top + r, own.x[which] + r * c.padded_n());
-        statistics<LAYER>(x[which], c, count_from(top), stats[which]);
+INLINE void put(double* words, Index i, double v) {
+    if (words) words[i] = v;
+}
+
+// A group of rows of the forward: the first, how many, their x and their statistics.
+template <class T, class Stats> struct Group {
+    Index top;
+    int count;
+    const T* x[GROUP];
+    Stats of;
+};
+
+// Calls measure(group) and then write(group) for the rows of a tile, c.plan.together at a time.
+// Rows of up to EARLY columns measure the next group before they write this one.
+template <class T, class Stats, class Measure, class Write>
+INLINE void each_group(const Call& c, const Own& own, Tile tile, Measure measure, Write write) {
+    Group<T, Stats> groups[2];
+    auto begin = [&](Index top, int place) {
+        Group<T, Stats>& group = groups[place];
+        group.top = top;
+        group.count = (int)at_most(tile.stop - top, c.plan.together);
+        for (int r = 0; r < group.count; r++) {
+            if (c.source.data) add_residual(c, top + r);
+            group.x[r] = row_as<T>(c.x, top + r, c.n, own.x[place] + r * padded(c.n));
+        }
+        measure(group);
     };
     bool early = c.n <= EARLY;
-    if (early) measure_from(tile.first, 0);
+    if (early) begin(tile.first, 0);
     int now = 0;
-    for (Index top = tile.first; top < tile.stop; top += c.step, now = early - now) {
+    for (Index top = tile.first; top < tile.stop; top += c.plan.together, now = early - now) {
         if (!early)
-            measure_from(top, now);
-        else if (top + c.step < tile.stop)
-            measure_from(top + c.step, 1 - now);
-        write(top, count_from(top), x[now], stats[now]);
+            begin(top, now);
+        else if (top + c.plan.together < tile.stop)
+            begin(top + c.plan.together, 1 - now);
+        write(groups[now]);
     }
 }
 
