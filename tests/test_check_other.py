@@ -8,6 +8,7 @@ import pytest
 
 from stablenorm.check import check_gradients, check_layer_norm
 from stablenorm.cli import main
+from stablenorm.figures import draw_sizes
 
 SOFTMAX = """
 import numpy as np
@@ -152,3 +153,9 @@ def test_the_errors_of_each_gradient_are_an_array() -> None:
     errors = report.errors["x"]
     assert errors.shape == (3, 5)
     assert np.ptp(errors, axis=1).max() < 1e-12 < np.abs(errors).max()
+    # Its picture: 3 rows of 5 columns, the powers of ten of the errors; blank where there is none.
+    pytest.importorskip("matplotlib")
+    axes, _ = report.plot("x").axes
+    powers = axes.images[0].get_array()
+    np.testing.assert_allclose(10.0**powers, np.abs(errors))
+    assert draw_sizes("none", np.zeros(4)).axes[0].images[0].get_array().mask.all()

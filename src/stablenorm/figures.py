@@ -4,6 +4,8 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 # The palette of Okabe and Ito.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
@@ -28,6 +30,20 @@ def draw_lines(title: str, lines: Mapping[str, tuple[Any, Any]], **settings: Any
     axes.set(**settings)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def draw_sizes(title: str, values: Any) -> Any:
+    """Return a figure of the powers of ten of an array's magnitudes, all axes but the last as rows."""
+    figure = new_figure(6, 3)
+    axes = figure.subplots()
+    with np.errstate(divide="ignore"):
+        powers = np.log10(np.abs(values).reshape(-1, values.shape[-1] if values.ndim else 1))
+    # What is 0 is left blank.
+    image = axes.imshow(np.ma.masked_invalid(powers), aspect="auto", interpolation="nearest")
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel="column", ylabel="row")
+    figure.colorbar(image, label="power of ten")
     return figure
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from stablenorm.figures import draw_sizes
 from stablenorm.output import plain, to_json, wrapped
 from stablenorm.records import Shape
 
@@ -204,6 +205,14 @@ class GradientReport:
     def errors(self) -> dict[str, Any]:
         """The errors of the gradients that were compared, arrays by the names of the arguments."""
         return {r.name: r.errors for r in self.arguments if r.errors is not None}
+
+    def plot(self, name: str) -> Any:
+        """
+        Return a Matplotlib figure of the errors of one gradient, which shows where it is wrong.
+
+        Raises KeyError if that gradient was not compared, ImportError without Matplotlib.
+        """
+        return draw_sizes(f"errors of the gradient of {name}", self.errors[name])
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
