@@ -272,10 +272,10 @@ def readme_sentence(results: dict[str, Any]) -> str:
     took = {name: sum(times[name] for times in both) for name in both[0]}
     ours = took.pop("axis=1")
     last = took.pop("as many rows along the last axis")
-    others = " and ".join(f"{name} {digits(t / ours)}" for name, t in took.items())
+    others = " and ".join(f"{name} takes {digits(t / ours)} times" for name, t in took.items())
     return (
         f"- `axis=1` of {shape} takes {digits(ours / last)} times as long as as many rows along the last axis. "
-        f"Times over axis 1, stablenorm 1: {others}."
+        f"Over axis 1, {others} as long as stablenorm."
     )
 
 
