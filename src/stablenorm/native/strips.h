@@ -76,6 +76,8 @@ NOINLINE void move_rows(Grid grid, Grid plain, Index rows, Index n) {
             for (Index j = 0; j < n; j++) move(r, j, one);
         return;
     }
+    auto block = [](const char* from, Index from_stride, char* to, Index to_stride)
+                     INLINE_LAMBDA { move_block<U>(from, from_stride, to, to_stride); };
     Index width = rows * SIZE;
     for (Index top = 0; top < n; top += K) {
         // The last blocks lie over those before.
@@ -86,8 +88,7 @@ NOINLINE void move_rows(Grid grid, Grid plain, Index rows, Index n) {
             for (Index k = 0; k < K; k++)
                 __builtin_prefetch(
                     grid.at + (j + k) * grid.apart + width + ahead - 1, !GATHER, SECOND_LEVEL);
-        for (Index start = 0; start < rows; start += K)
-            move(at_most(start, rows - K), j, move_block<U>);
+        for (Index start = 0; start < rows; start += K) move(at_most(start, rows - K), j, block);
     }
 }
 
