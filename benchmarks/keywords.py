@@ -209,7 +209,7 @@ def over_axis_1(shape: tuple[int, ...], torch: Any) -> dict[str, dict[str, Call]
         },
     }
     if torch:
-        # As its users write it: axes exchanged before and after.
+        # Axes are exchanged before and after, as its users write it.
         views = last._replace(x=x.swapaxes(1, 2), dy=dy.swapaxes(1, 2))
         theirs = torch.make(views, EPS)
         for direction, call in (("forward", theirs.forward), ("backward", theirs.backward)):
