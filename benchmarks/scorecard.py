@@ -21,7 +21,7 @@ from stablenorm.testing import FAMILIES, explain, make_case, plain_backward, pla
 SHOWN = "F01", "F02", "F03", "F06", "F09", "F12", "F18", "F20", "F23", "F25", "F28", "F38"
 OUTPUTS = "y", "dx", "dgamma", "dbeta"
 N, ROWS = 768, 4
-# What is known of their arithmetic: PyTorch's backward on a CPU scales before it centers.
+# Their arithmetic, as far as it is known: PyTorch's backward on a CPU scales before it centers.
 DECLARED: dict[str, dict[str, Any]] = {
     "PyTorch": {"centered": False},
     OURS: {"statistics": "float64"},

@@ -39,7 +39,7 @@ def draw_sizes(title: str, values: Any) -> Any:
     axes = figure.subplots()
     with np.errstate(divide="ignore"):
         powers = np.log10(np.abs(values).reshape(-1, values.shape[-1] if values.ndim else 1))
-    # What is 0 is left blank.
+    # Zeros are left blank.
     image = axes.imshow(np.ma.masked_invalid(powers), aspect="auto", interpolation="nearest")
     axes.set_title(title, parse_math=False)
     axes.set(xlabel="column", ylabel="row")

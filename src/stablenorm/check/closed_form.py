@@ -290,7 +290,7 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Case]:
         if n > 1:
             yield case
         elif eps > 0:
-            # Of the size of sqrt(eps): a larger x, whose mean is itself, would widen the bound.
+            # Sizes of about sqrt(eps): a larger x, whose mean is itself, would widen the bound.
             yield case._replace(x=(np.sqrt(eps) * rng.standard_normal(case.x.shape)).astype(dtype))
     base = ordinary(like, rng, few(like, 4))
     wide = rng.standard_normal(base.x.shape)

@@ -269,7 +269,7 @@ class GradientReport:
         lines += [f"{'cause':10}{said}" for said in self.diagnosis or failed[:1]]
         lines += self.traceback.splitlines()
         for result in self.arguments:
-            # What was said above is not said again.
+            # Nothing that was said above is said again.
             is_said = result.message and (self.traceback or result.message in unjudged)
             lines += (
                 []

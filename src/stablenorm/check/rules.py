@@ -28,7 +28,7 @@ def check_rules(loss: Loss, arguments: list[Argument], *, backward: bool) -> lis
     modified = loss.operation.modified.get
     outputs = ({"y": loss.operation.forward(loss.args)[0]} for _ in range(1, _RUNS))
     pulled = _pulls(loss, arguments, [loss.dy] * _RUNS)
-    # What must hold, what to say if it does not, and a rule that returns words for the fault.
+    # The condition, the words if it does not hold, and a rule that returns words for the fault.
     rules: list[tuple[str, str, Callable[[], str]]] = [
         ("the forward leaves its arguments alone", "", lambda: modified("forward", "")),
         ("the forward is deterministic", "the forward is not deterministic",

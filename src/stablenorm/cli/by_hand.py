@@ -11,7 +11,7 @@ from stablenorm.cli.user_norm import Norm
 
 # x, and the eps with which rstd is rational: the variance 1 and 3, or the mean square 5 and 4.
 _ROWS = {"layer": ((1, 1, 3, 3), 3), "rms": ((1, -3, 1, 3), 4)}
-# Of both signs and no two alike, so that no term vanishes or stands for another.
+# Both signs, and no two alike, so that no term vanishes or stands for another.
 _GAMMA, _DY = (2, -2, 3, -1), (-1, 2, 1, -2)
 
 

@@ -338,7 +338,7 @@ class _Subject:
             with contextlib.suppress(Exception):
                 if (act := _act(y_of, x)) != "none":
                     acts[path] = act if kept[path].size == n else ""
-        # What is no parameter gets its values back: data of the module.
+        # Data of the module, which are no parameters, get their values back.
         for path, a in kept.items():
             np.copyto(arrays[path], a)
         # A name decides between two arrays with one role.
@@ -429,7 +429,7 @@ def _stored_gradients(
         and not (path in before and a is before[path][0] and np.array_equal(a, before[path][1], equal_nan=True))
     }  # fmt: skip
     found, parents = dict[str, Path_](), [path[:-1] for path in places]
-    # Where the parameters change, other arrays may be moments of an optimizer.
+    # Other arrays may be moments of an optimizer, if the parameters change.
     if any(not np.array_equal(there[path], before[path][1]) for path in places):
         new = {path: a for path, a in new.items() if gradient_role(path[-1])}
     for path, role in places.items():

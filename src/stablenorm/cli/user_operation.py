@@ -16,7 +16,7 @@ from stablenorm.cli.child import silence
 from stablenorm.cli.user_norm import UserFile, adapt_functions
 from stablenorm.testing import judge
 
-# What `check` returns: the status, the figures, the signature, the report.
+# The results of `check`: the status, the figures, the signature, the report.
 Checked = tuple[int, dict[str, Any], str, list[str]]
 
 

@@ -30,7 +30,7 @@ struct Row {
     Number rest;  // the rounding of the mean to float64, which all elements share
     Number rstd;
     int exponent, rstd_exponent;  // 0 without LN_PAIRS
-    // Of the backward, if dx is wanted: means over the row of g, and of (g - mean_g) * xhat.
+    // Backward, if dx is wanted: means over the row of g, and of (g - mean_g) * xhat.
     Number mean_g, slope;
 };
 

@@ -88,7 +88,7 @@ PyObject* named_axes(uint64_t axes) {
         PyTuple_SetItem(tuple, i++, PyLong_FromLong(__builtin_ctzll(axes)));
     return tuple;
 }
-// None, unless there is an error.
+// Returns None, unless there is an error.
 PyObject* declined() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
 // Makes a named tuple of the values, whose reference it takes.
@@ -219,7 +219,7 @@ struct of_forward {
     enum { x, norm, axis, out, backend, keep, residual, where, threads, total, arguments };
 };
 
-// What a forward makes: y, the x whose statistics are kept, statistics and marks of rows.
+// The results of a forward: y, the x whose statistics are kept, statistics and marks of rows.
 struct Forward {
     PyObject* y;
     PyObject* source;

@@ -65,7 +65,7 @@ def fit(index: int, error: Array, columns: dict[str, Array], noise: Array) -> Ro
     }
     parts = {name: columns[name] * numbers[name][0] for name in names}
     row = Row(index, numbers, {})
-    # What is not sure belongs to the rest.
+    # Unsure parts belong to the rest.
     sure = {name: part for name, part in parts.items() if row.sure(name)}
     squares = {name: float(part @ part) for name, part in sure.items()}
     left = error - sum(sure.values(), np.zeros_like(error))

@@ -88,7 +88,7 @@ def cause_of_rstd(rows: list[Row], limits: Limits, eps: float) -> Cause | None:
         return Cause(f"{said}: {own}", "")
     if (left <= blur + limits.own_scale[at, 0]).all():
         return Cause(said, ADVICE["sum"])
-    # What the rounding of x**2 and mean**2 may take from the variance, relative to var + eps.
+    # The part that the rounding of x**2 and mean**2 may take from the variance, relative to var + eps.
     lost = (limits.additions(n) + 4) * limits.u * (var + 2 * m**2) * r**2
     # One rounding of mean**2 alone loses this much, but for luck.
     least = limits.u * (m * r) ** 2 / 32

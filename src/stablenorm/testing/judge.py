@@ -168,7 +168,7 @@ def _cell(verdicts: list[Verdict], name: str) -> str:
     size = f"{ulps:.{0 if whole else 2}{'f' if whole else 'g'}}"
     part = f"{100 * share:.{0 if share >= 0.1 else 1}f}%" if share < 10 else f"{share:.3g}x"
     part = part if len(part) <= 6 else f"{share:.0e}x"
-    # Of more than tenfold, the power is enough: four outputs fit in a line.
+    # The power is enough for more than tenfold: four outputs fit in a line.
     return f"{size} {part:>6}"
 
 

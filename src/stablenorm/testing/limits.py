@@ -214,7 +214,7 @@ class Limits:
         fits = (n * size <= self.s.largest * r) & (n * q <= self.s.largest * r**2)
         self.scale += Bound(0.0, np.where(fits & (r <= self.s.largest) & (loss < 1), 0, np.inf))
         self.lift = 1 + self.total(self.scale)
-        # What is rounded: centered x, twice, or the terms of x * a + b, four times.
+        # Rounded are centered x, twice, or the terms of x * a + b, four times.
         self.before = sizes + abs(m * r)
         self.spread = np.abs(xhat) + shift if self.declared.centered else self.before
         roundings = (2 if self.declared.centered else 4) * self.u_e * self.spread
